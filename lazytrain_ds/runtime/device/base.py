@@ -1,0 +1,177 @@
+"""What the runtime needs from a device: counted memory, copies on channels, events. Everything else is the plan's.
+
+Invariants every back end keeps:
+* copies on one channel complete in the order they were issued; different channels run at once;
+* `copy_async` reads its source and writes its target only after every event in `after` is done;
+* nothing here waits on the host except `Event.wait` and `synchronize`.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from lazytrain_ds.errors import DeviceMemoryError, format_bytes
+from lazytrain_ds.planning.schema import ChannelName
+
+__all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger"]
+
+
+class Event(ABC):
+    """A point in the work of a channel or of a host thread."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether everything before this point has happened."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling host thread until `done()`. Raises what the work behind it raised."""
+
+
+class DoneEvent(Event):
+    """An event that has happened."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class HostEvent(Event):
+    """Set by a host thread (an optimizer worker, an NVMe read); carries the error of the work, if any."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self.error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Mark as done; `error` is raised in whoever waits."""
+        self.error = error
+        self._flag.set()
+
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        self._flag.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Ledger:
+    """Counts bytes by purpose against a cap. Thread-safe."""
+
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        self.cap_bytes = cap_bytes
+        self._lock = threading.Lock()
+        self._by_purpose: dict[str, int] = {}
+        self._live_bytes = 0
+        self._peak_bytes = 0
+
+    def charge(self, byte_count: int, purpose: str) -> None:
+        """Count `byte_count` more bytes; DeviceMemoryError (and nothing counted) if that exceeds the cap."""
+        with self._lock:
+            if self.cap_bytes is not None and self._live_bytes + byte_count > self.cap_bytes:
+                free = self.cap_bytes - self._live_bytes
+                held = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(self._by_purpose.items()) if n)
+                raise DeviceMemoryError(
+                    f"device memory cap reached: {purpose} needs {format_bytes(byte_count)}, "
+                    f"{format_bytes(free)} of {format_bytes(self.cap_bytes)} are free (held: {held or 'nothing'}). "
+                    "Raise lazytrain.device_memory, use a smaller micro-batch, or let the planner choose again."
+                )
+            self._by_purpose[purpose] = self._by_purpose.get(purpose, 0) + byte_count
+            self._live_bytes += byte_count
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def discharge(self, byte_count: int, purpose: str) -> None:
+        """Give back what `charge` counted."""
+        with self._lock:
+            self._by_purpose[purpose] = self._by_purpose.get(purpose, 0) - byte_count
+            self._live_bytes -= byte_count
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes counted now."""
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest `live_bytes` since `reset_peak`."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak from the current level."""
+        with self._lock:
+            self._peak_bytes = self._live_bytes
+
+    def by_purpose(self) -> dict[str, int]:
+        """Live bytes per purpose."""
+        with self._lock:
+            return {name: count for name, count in self._by_purpose.items() if count}
+
+
+class Device(ABC):
+    """A compute device with its channels and a ledger of the bytes that LazyTrain holds on it."""
+
+    name: str
+
+    def __init__(self, torch_device: torch.device, cap_bytes: int | None = None, pin_memory: bool = False) -> None:
+        self.torch_device = torch_device
+        self.ledger = Ledger(cap_bytes)
+        self.pin_memory = pin_memory
+
+    # -- memory ------------------------------------------------------------------------------------------------
+    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """A counted, uninitialised 1-D tensor on the device; DeviceMemoryError above the cap."""
+        byte_count = numel * dtype.itemsize
+        self.ledger.charge(byte_count, purpose)
+        try:
+            return self._empty(numel, dtype)
+        except BaseException:
+            self.ledger.discharge(byte_count, purpose)
+            raise
+
+    def free(self, tensor: torch.Tensor, purpose: str) -> None:
+        """Uncount a tensor from `allocate`; the caller drops its reference."""
+        self.ledger.discharge(tensor.numel() * tensor.element_size(), purpose)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised 1-D host tensor, page-locked if the user's config allows and the machine can."""
+        return torch.empty(numel, dtype=dtype)
+
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """Bytes of device memory that can really be had now, or the emulated capacity."""
+
+    # -- order -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def copy_async(
+        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
+    ) -> Event:
+        """Copy on `channel` ("h2d" or "d2h") once `after` is done; both tensors stay alive until the event is."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event behind all compute issued so far by this thread."""
+
+    @abstractmethod
+    def compute_waits(self, event: Event) -> float:
+        """Later compute starts only after `event`. Returns the seconds the host was blocked (0 with real streams)."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all channels and all compute. Never called inside a step."""
+
+    def retire(self, tensor: torch.Tensor) -> None:  # noqa: B027 - a hook, not a duty
+        """A slot was given back: debug back ends fill it with NaN so that a late reader shows."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop threads; the device is not used afterwards."""
