@@ -1,0 +1,123 @@
+"""Gradients leave the device once, in the accumulation dtype, for their place in host memory; norm and finiteness.
+
+A parameter's first gradient of an optimizer step is copied over what is there, later ones are added; so nothing stale
+survives a step in which a parameter got no gradient (upstream keeps the old one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.nn import Parameter
+
+from lazytrain_ds.runtime.device.base import Device, Event
+from lazytrain_ds.runtime.worker import HostWorker
+
+__all__ = ["GradientStore", "squared_norm"]
+
+PURPOSE = "gradients"
+NORM_CHUNK = 4096
+
+
+def squared_norm(gradient: torch.Tensor) -> float:
+    """Sum of squares of a flat gradient: fp32 within fixed chunks of 4,096 elements, fp64 over the chunks.
+
+    Depends on the values only, not on threads, place or splitting. NaN or infinite where the gradient is.
+    """
+    flat = gradient.reshape(-1)
+    total = 0.0
+    step = NORM_CHUNK * 4096
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step].float()
+        whole = piece.numel() // NORM_CHUNK * NORM_CHUNK
+        rows = piece[:whole].view(-1, NORM_CHUNK)
+        if whole:
+            total += float((rows * rows).sum(dim=1).double().sum())
+        if whole < piece.numel():
+            rest = torch.zeros(NORM_CHUNK, dtype=torch.float32, device=piece.device)
+            rest[: piece.numel() - whole] = piece[whole:]
+            total += float((rest * rest).view(1, -1).sum(dim=1).double().sum())
+    return total
+
+
+class GradientStore:
+    """Host gradient buffers of this rank's partition, filled during backward."""
+
+    def __init__(
+        self,
+        device: Device,
+        worker: HostWorker,
+        buffers: dict[int, torch.Tensor],
+        norm: Callable[[torch.Tensor], float] = squared_norm,
+    ) -> None:
+        """`buffers`: ds_id -> flat buffer of the parameter's partition, in the accumulation dtype."""
+        self.device = device
+        self.worker = worker
+        self.buffers = buffers
+        self.fresh: set[int] = set()
+        self.norm = norm
+        self._in_flight: deque[tuple[Event, torch.Tensor, int]] = deque()
+        self.moved_bytes = 0
+
+    def take(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        """Move one parameter's gradient (this rank's partition, any shape) to the host buffer."""
+        flat = gradient.reshape(-1)
+        buffer = self.buffers[parameter.ds_id].narrow(0, 0, flat.numel())
+        first = parameter.ds_id not in self.fresh
+        self.fresh.add(parameter.ds_id)
+        self.moved_bytes += flat.numel() * buffer.element_size()
+        if self.device.torch_device.type == "cpu" and self.device.name == "cpu":
+            if first:
+                buffer.copy_(flat)
+            else:
+                buffer.add_(flat.to(buffer.dtype))
+            return
+        self.collect()
+        flat = flat.to(buffer.dtype)
+        byte_count = flat.numel() * flat.element_size()
+        self.device.ledger.charge(byte_count, PURPOSE)
+        if first:
+            event = self.device.copy_async(buffer, flat, "d2h", [self.device.record()])
+        else:
+            staging = self.device.empty_host(flat.numel(), flat.dtype)
+            event = self.device.copy_async(staging, flat, "d2h", [self.device.record()])
+
+            def add(event: Event = event, buffer: torch.Tensor = buffer, staging: torch.Tensor = staging) -> None:
+                event.wait()
+                buffer.add_(staging)
+
+            self.worker.submit(add)
+        self._in_flight.append((event, flat, byte_count))
+
+    def collect(self) -> None:
+        """Let go of device gradients whose copy has ended."""
+        while self._in_flight and self._in_flight[0][0].done():
+            _, _, byte_count = self._in_flight.popleft()
+            self.device.ledger.discharge(byte_count, PURPOSE)
+
+    def settle(self) -> None:
+        """Wait until every gradient has arrived and been added."""
+        while self._in_flight:
+            event, _, byte_count = self._in_flight.popleft()
+            event.wait()
+            self.device.ledger.discharge(byte_count, PURPOSE)
+        self.worker.drain()
+
+    def squared_norm(self, parameters: Iterable[Parameter]) -> float:
+        """Sum over `parameters`, in their order, of those that got a gradient this step (fp64)."""
+        total = 0.0
+        for parameter in parameters:
+            if parameter.ds_id in self.fresh:
+                total += self.norm(self.buffers[parameter.ds_id])
+        return total if math.isfinite(total) else math.inf
+
+    def missing(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Those of `parameters` that got no gradient in this step."""
+        return [parameter for parameter in parameters if parameter.ds_id not in self.fresh]
+
+    def step_done(self) -> None:
+        """The step has taken (or discarded) the gradients: the next ones replace them."""
+        self.fresh.clear()

@@ -1,0 +1,287 @@
+"""Parameters of blocks: flat host buffers, device slots, fetch and release. One copy per block, events, no trace.
+
+Life of a block's parameters: *absent* -> `issue` takes a slot and queues the copy -> *in flight* -> `wait` points the
+parameters at the slot -> *present* -> `release` empties them and gives the slot back. A resident block keeps its slot;
+it is copied again only after an optimizer update made it stale.
+
+Invariants (tests/runtime/test_parameters.py names each):
+* a parameter has its full shape from the block's fetch until its gradient is accumulated (DeepSpeed's post-backward);
+* a slot is reused only after the compute that read it, which `free_after` carries into the channel;
+* a copy waits, inside the channel, for the block's own optimizer update and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
+
+from lazytrain_ds.errors import DeviceMemoryError, PlanError
+from lazytrain_ds.runtime.device.base import Device, Event
+
+__all__ = ["BlockParameters", "ParameterStore", "SlotView"]
+
+PURPOSE = "parameters"
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """Where a tensor lies inside a parameter: enough to rebuild the view on the parameter's current data."""
+
+    parameter: Parameter
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def rebuild(self) -> torch.Tensor:
+        """The same view of the parameter's current data (which must be present)."""
+        data = self.parameter.data
+        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+
+
+@dataclass
+class Part:
+    """The parameters of one dtype of a block: `host` is their flat home, `entries` are (parameter, offset, numel)."""
+
+    dtype: torch.dtype
+    host: torch.Tensor
+    entries: list[tuple[Parameter, int, int]]
+    slot: torch.Tensor | None = None
+    event: Event | None = None
+
+
+@dataclass
+class BlockParameters:
+    """One block's parameters and where they are now."""
+
+    index: int
+    parts: list[Part]
+    resident: bool = False
+    pooled: bool = True
+    state: str = "absent"
+    stale: bool = True
+    holds: int = 0
+    passes: set[str] = field(default_factory=set)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of one copy."""
+        return sum(part.host.numel() * part.host.element_size() for part in self.parts)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter of the block."""
+        for part in self.parts:
+            for parameter, _, _ in part.entries:
+                yield parameter
+
+
+class ParameterStore:
+    """Fetches and releases blocks. `ready(block)` gives the events of updates that the next copy must wait for."""
+
+    def __init__(self, device: Device, blocks: Sequence[BlockParameters]) -> None:
+        self.device = device
+        self.blocks = list(blocks)
+        self.block_of: dict[int, int] = {
+            parameter.ds_id: block.index for block in self.blocks for parameter in block.parameters()
+        }
+        self.ready: Callable[[int], Sequence[Event]] = lambda block: ()
+        self.on_stall: Callable[[int, float], None] = lambda block, seconds: None
+        self.before_issue: Callable[[int], Sequence[Event]] = lambda block: ()
+        self._free: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, Event]]] = {}
+        self._slot_of_storage: dict[int, tuple[BlockParameters, Part]] = {}
+        self._use_clock = 0
+        self._last_use: dict[int, int] = {}
+        self.copies = 0
+        self.copied_bytes = 0
+
+    # -- slots -------------------------------------------------------------------------------------------------
+    def _take(self, part: Part, block: BlockParameters, must: bool) -> Event | None:
+        """Give `part` a slot; returns the event after which it may be written. DeviceMemoryError when none fits."""
+        key = (part.dtype, part.host.numel())
+        pool = self._free.get(key)
+        if pool:
+            part.slot, free_after = pool.pop()
+            return free_after
+        while True:
+            try:
+                part.slot = self.device.allocate(part.host.numel(), part.dtype, PURPOSE)
+                return self.device.record()  # the allocator may hand out memory that queued compute still uses
+            except DeviceMemoryError:
+                if not (self._trim() or (must and self._evict(block.index))):
+                    raise
+
+    def _trim(self) -> bool:
+        """Really free one pooled slot; False if there is none."""
+        for pool in self._free.values():
+            if pool:
+                slot, _ = pool.pop()
+                self.device.free(slot, PURPOSE)
+                return True
+        return False
+
+    def _evict(self, wanted: int) -> bool:
+        """Release the block that nobody holds and that was prefetched or used longest ago; False if there is none."""
+        candidates = [
+            block
+            for block in self.blocks
+            if block.state != "absent"
+            and block.holds == 0
+            and not block.resident
+            and block.index != wanted
+            and not block.passes
+        ]
+        if not candidates:
+            return False
+        self.release(min(candidates, key=lambda block: self._last_use.get(block.index, 0)).index)
+        return self._trim() or True
+
+    # -- fetch -------------------------------------------------------------------------------------------------
+    def issue(self, index: int, must: bool = False) -> bool:
+        """Queue the copy of a block. Optional prefetches (`must` False) return False where no slot is free."""
+        block = self.blocks[index]
+        if block.state != "absent" and not block.stale:
+            return True
+        if block.state == "present":
+            return True  # stale but in use: an update can only have been recorded after the step released it
+        taken: list[Part] = []
+        waits: list[Event] = []
+        try:
+            for part in block.parts:
+                if part.slot is None:
+                    free_after = self._take(part, block, must)
+                    taken.append(part)
+                    self._slot_of_storage[part.slot.untyped_storage().data_ptr()] = (block, part)
+                    if free_after is not None:
+                        waits.append(free_after)
+        except DeviceMemoryError:
+            for part in taken:
+                self._give_back(block, part, self.device.record())
+            if must:
+                raise
+            return False
+        if block.stale or not block.resident:
+            after = [*waits, *self.ready(index), *self.before_issue(index)]
+            for part in block.parts:
+                part.event = self.device.copy_async(part.slot, part.host, "h2d", after)
+                self.copies += 1
+                self.copied_bytes += part.host.numel() * part.host.element_size()
+        block.stale = False
+        block.state = "in flight"
+        return True
+
+    def need(self, index: int) -> None:
+        """Make a block's parameters present for the compute that follows."""
+        block = self.blocks[index]
+        self._use_clock += 1
+        self._last_use[index] = self._use_clock
+        if block.state == "absent" or (block.state == "in flight" and block.stale):
+            self.issue(index, must=True)
+        if block.state == "in flight":
+            for part in block.parts:
+                if part.event is not None:
+                    seconds = self.device.compute_waits(part.event)
+                    part.event = None
+                    if seconds:
+                        self.on_stall(index, seconds)
+            block.state = "present"
+        for part in block.parts:
+            for parameter, offset, numel in part.entries:
+                # Someone else may have partitioned or gathered single parameters meanwhile; theirs stay untouched.
+                if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+                    parameter.data = part.slot.narrow(0, offset, numel).view(parameter.ds_shape)
+                    parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+    def _is_ours(self, part: Part, parameter: Parameter) -> bool:
+        return (
+            part.slot is not None
+            and parameter.data.untyped_storage().data_ptr() == part.slot.untyped_storage().data_ptr()
+        )
+
+    def release(self, index: int, force: bool = False) -> None:
+        """Empty a block's parameters and give its slot back, unless it is held. Residents keep the slot."""
+        block = self.blocks[index]
+        if block.state == "absent" or (block.holds and not force):
+            return
+        if block.state == "in flight":
+            for part in block.parts:
+                if part.event is not None:
+                    self.device.compute_waits(part.event)
+                    part.event = None
+        done = self.device.record()
+        for part in block.parts:
+            for parameter, _, _ in part.entries:
+                if parameter.ds_status is ZeroParamStatus.AVAILABLE and self._is_ours(part, parameter):
+                    parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
+                    parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            if not block.resident:
+                self._give_back(block, part, done)
+        block.state = "absent"
+        block.passes.clear()
+        if block.resident and not block.stale:
+            block.state = "in flight"  # the slot still holds the current values: the next `need` only points at it
+
+    def _give_back(self, block: BlockParameters, part: Part, free_after: Event) -> None:
+        slot, part.slot, part.event = part.slot, None, None
+        if slot is None:
+            return
+        self._slot_of_storage.pop(slot.untyped_storage().data_ptr(), None)
+        self.device.retire(slot)
+        if block.pooled:
+            self._free.setdefault((part.dtype, slot.numel()), []).append((slot, free_after))
+        else:  # the allocator orders the next use on the compute stream behind the compute that read this slot
+            self.device.free(slot, PURPOSE)
+
+    def updated(self, index: int) -> None:
+        """An optimizer update of this block was recorded: the next fetch copies again."""
+        self.blocks[index].stale = True
+        if self.blocks[index].state == "in flight":
+            self.blocks[index].state = "absent"
+
+    def release_all(self) -> None:
+        """Release everything, held or not (between steps nothing is in use)."""
+        for block in self.blocks:
+            block.holds = 0
+            self.release(block.index, force=True)
+
+    # -- for others --------------------------------------------------------------------------------------------
+    @contextmanager
+    def hold(self, index: int) -> Iterator[None]:
+        """The block's parameters are present and stay for the duration (re-runs in backward); nests."""
+        block = self.blocks[index]
+        self.need(index)
+        was_in_use = bool(block.passes)
+        block.holds += 1
+        try:
+            yield
+        finally:
+            block.holds -= 1
+            if block.holds == 0 and not was_in_use and not block.resident:
+                self.release(index)
+
+    def view_of(self, tensor: torch.Tensor) -> SlotView | None:
+        """The place of `tensor` inside a parameter if it lies in one of our slots, else None."""
+        if not tensor.numel():
+            return None
+        found = self._slot_of_storage.get(tensor.untyped_storage().data_ptr())
+        if found is None:
+            return None
+        _, part = found
+        start = tensor.storage_offset() - part.slot.storage_offset()
+        for parameter, offset, numel in part.entries:
+            if offset <= start < offset + numel:
+                return SlotView(parameter, start - offset, tensor.size(), tuple(tensor.stride()))
+        raise PlanError("a saved tensor lies in a parameter slot but in no parameter of it; please report this")
+
+    @property
+    def live_slot_bytes(self) -> int:
+        """Bytes of slots in use, residents included, pooled free slots excluded."""
+        return sum(
+            part.slot.numel() * part.slot.element_size()
+            for block in self.blocks
+            for part in block.parts
+            if part.slot is not None
+        )
