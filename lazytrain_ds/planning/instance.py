@@ -304,8 +304,8 @@ class Instance:
         require(sorted(tier_names) == sorted(TIERS), "tiers", f"needs exactly {TIERS}, has {tuple(tier_names)}")
         channel_names = [channel.name for channel in self.channels]
         require(len(set(channel_names)) == len(channel_names), "channels", f"names repeat: {channel_names}")
-        for name in TRANSFER_CHANNELS:
-            require(name in channel_names, "channels", f"lacks {name!r}")
+        for transfer in TRANSFER_CHANNELS:
+            require(transfer in channel_names, "channels", f"lacks {transfer!r}")
         class_names = [block_class.name for block_class in self.classes]
         require(len(set(class_names)) == len(class_names), "classes", f"names repeat: {class_names}")
         require(len(self.order) >= 1, "order", "needs at least one block")

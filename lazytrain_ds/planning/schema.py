@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import cache
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -48,9 +47,13 @@ def require_finite(value: float, field: str, minimum: float = 0.0, *, exclusive:
     require(ok, field, f"must be {'above' if exclusive else 'at least'} {minimum}, is {value}")
 
 
-@cache
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
 
 
 def to_json(value: object, *, indent: int | None = 2) -> str:
