@@ -1,0 +1,179 @@
+"""The engine that a config with a "lazytrain" block gets: stock DeepSpeed's, planned before ZeRO-3 partitions.
+
+`initialize` swaps the engine class in for one call of `deepspeed.initialize`; nothing stays patched afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero import stage3 as upstream_stage3
+from deepspeed.utils import logger
+
+from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.runtime.activations import ActivationRuntime
+from lazytrain_ds.runtime.console import Console
+from lazytrain_ds.runtime.plans import PlanBook
+from lazytrain_ds.runtime.setup import Setup, StoreAccess
+from lazytrain_ds.runtime.stage3 import LazyStage3
+
+__all__ = ["LazyTrainEngine", "initialize"]
+
+_SWAP_LOCK = threading.RLock()
+_PENDING = threading.local()
+
+
+def initialize(
+    block: LazyTrainConfig,
+    original_initialize: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`deepspeed.initialize` for a config with the block; `args` and `kwargs` already carry the rewritten config."""
+    with _SWAP_LOCK:
+        _PENDING.block = block
+        upstream = deepspeed.DeepSpeedEngine
+        deepspeed.DeepSpeedEngine = LazyTrainEngine
+        try:
+            return original_initialize(*args, **kwargs)
+        finally:
+            deepspeed.DeepSpeedEngine = upstream
+            _PENDING.block = None
+
+
+class LazyTrainEngine(DeepSpeedEngine):
+    """DeepSpeed's engine under a plan. `lazytrain_plan` and `lazytrain_instance` say what is executed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lt_config: LazyTrainConfig = _PENDING.block
+        self._lt_book: PlanBook | None = None
+        self._lt_setup: Setup | None = None
+        self._lt_activations: ActivationRuntime | None = None
+        self._lt_console: Console | None = None
+        self._lt_micro_step_open = False
+        super().__init__(*args, **kwargs)
+        self._lt_console = Console(self)
+        if self._lt_setup is not None:
+            self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_lt_"):  # set before Module.__init__ has run, and never a submodule
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    # -- what is executed --------------------------------------------------------------------------------------
+    @property
+    def lazytrain_plan(self) -> Any:
+        """The Plan in force (None where this engine has no optimizer and so nothing to plan)."""
+        return self._lt_book.plan if self._lt_book is not None else None
+
+    @property
+    def lazytrain_instance(self) -> Any:
+        """The Instance that the plan in force was made for."""
+        return self._lt_book.instance if self._lt_book is not None else None
+
+    # -- construction ------------------------------------------------------------------------------------------
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return False  # any torch optimizer can be stepped sub-group by sub-group; which one runs is said below
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        return True
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
+        from lazytrain_ds.runtime.optimizers import make_basic_optimizer
+
+        chosen = make_basic_optimizer(self.optimizer_name(), self.optimizer_params(), model_parameters)
+        return chosen if chosen is not None else super()._configure_basic_optimizer(model_parameters)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        if optimizer is None or isinstance(optimizer, DummyOptim):
+            logger.info("lazytrain: no optimizer, so nothing is planned; this engine only runs forward passes")
+            return super()._configure_zero_optimizer(optimizer)
+        self._lt_book = PlanBook(self, self._lt_config)
+        self._lt_setup = self._lt_book.place(optimizer)
+        stage3 = type("LazyStage3", (LazyStage3,), {"lazytrain": self._lt_setup})
+        with _SWAP_LOCK:  # upstream imports the class from its module inside this method
+            original = upstream_stage3.DeepSpeedZeroOptimizer_Stage3
+            upstream_stage3.DeepSpeedZeroOptimizer_Stage3 = stage3
+            try:
+                wrapped = super()._configure_zero_optimizer(optimizer)
+            finally:
+                upstream_stage3.DeepSpeedZeroOptimizer_Stage3 = original
+        self._lt_install_activations(wrapped)
+        return wrapped
+
+    def _lt_install_activations(self, optimizer: LazyStage3) -> None:
+        setup = self._lt_setup
+        access = StoreAccess(setup.store) if setup.store is not None else self._lt_book.hook_access(optimizer)
+        modules = [setup.block_modules.get(block.index) for block in setup.resolved.table]
+        self._lt_activations = ActivationRuntime(
+            modules,
+            device=setup.device,
+            parameters=access,
+            store=self._lt_book.nvme_store,
+            pin_memory=setup.device.pin_memory,
+        )
+        self._lt_activations.install()
+        self._lt_activations.set_actions(self._lt_book.actions())
+
+    # -- forward and backward ----------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._lt_activations is None or not (self.module.training and torch.is_grad_enabled()):
+            return super().forward(*inputs, **kwargs)
+        self._lt_end_micro_step()
+        if self._lt_book.replan_for(inputs, kwargs):
+            self._lt_activations.set_actions(self._lt_book.actions())
+            self._lt_console.plan(self._lt_book.instance, self._lt_book.plan, "activations")
+        self._lt_activations.micro_step_begins()
+        self._lt_micro_step_open = True
+        try:
+            with self._lt_activations.outer_context():
+                return super().forward(*inputs, **kwargs)
+        except BaseException:
+            self._lt_abort()
+            raise
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        try:
+            result = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        except BaseException:
+            self._lt_abort()
+            raise
+        if not retain_graph:
+            self._lt_end_micro_step()
+        return result
+
+    def _lt_end_micro_step(self) -> None:
+        if self._lt_micro_step_open:
+            self._lt_micro_step_open = False
+            self._lt_activations.micro_step_ends()
+
+    def _lt_abort(self) -> None:
+        """An exception went through forward or backward: nothing of this micro-step stays."""
+        if self._lt_micro_step_open:
+            self._lt_micro_step_open = False
+            self._lt_activations.abort()
+        if self._lt_setup is not None and self._lt_setup.store is not None:
+            self._lt_setup.store.release_all()
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        at_boundary = self.is_gradient_accumulation_boundary()
+        self._lt_end_micro_step()
+        super().step(lr_kwargs)
+        if at_boundary and self._lt_book is not None:
+            self._lt_console.step_done()
+
+    def destroy(self) -> None:
+        if self._lt_activations is not None:
+            self._lt_activations.remove()
+            self._lt_activations = None
+        super().destroy()
+        if self._lt_book is not None:
+            self._lt_book.close()

@@ -1,0 +1,124 @@
+"""What the engine knows before ZeRO-3 exists: the blocks as real modules and parameters, the device, the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.planning.instance import Instance
+from lazytrain_ds.planning.plan import Plan
+from lazytrain_ds.runtime.device.base import Device
+from lazytrain_ds.runtime.gradients import squared_norm
+from lazytrain_ds.runtime.policy import Policy
+from lazytrain_ds.workload.blocks import BlockTable
+
+if TYPE_CHECKING:
+    from lazytrain_ds.runtime.parameters import ParameterStore, SlotView
+
+__all__ = ["BlockModules", "Setup", "StoreAccess"]
+
+
+@dataclass(frozen=True)
+class BlockModules:
+    """The block table resolved against one model.
+
+    `parameters[b]`: parameters owned by block b, each once. `modules`: block -> the module whose forward is the block
+    (groups have none). `owner_of_module`: id(module) -> block, for every module inside a block's modules.
+    """
+
+    table: BlockTable
+    parameters: tuple[tuple[Parameter, ...], ...]
+    modules: dict[int, Module]
+    owner_of_module: dict[int, int]
+
+    @classmethod
+    def resolve(cls, model: Module, table: BlockTable) -> BlockModules:
+        """Look up names in `model`; every parameter must be owned exactly once."""
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        named_modules = dict(model.named_modules())
+        parameters = tuple(tuple(by_name[name] for name in block.parameters) for block in table)
+        modules: dict[int, Module] = {}
+        owner: dict[int, int] = {}
+        for block in table:
+            for name in block.modules:
+                for module in named_modules[name].modules():
+                    owner.setdefault(id(module), block.index)
+            if block.kind in ("block", "whole"):
+                modules[block.index] = named_modules[block.modules[0]]
+        for module in named_modules.values():  # containers whose own parameters belong to the first block
+            for parameter in module.parameters(recurse=False):
+                owned_by = next(index for index, owned in enumerate(parameters) if any(parameter is p for p in owned))
+                owner.setdefault(id(module), owned_by)
+        return cls(table, parameters, modules, owner)
+
+
+@dataclass
+class Setup:
+    """Everything `LazyStage3` needs; made by the engine before ZeRO-3 partitions anything."""
+
+    config: LazyTrainConfig
+    resolved: BlockModules
+    device: Device
+    instance: Instance
+    plan: Plan
+    policy: Policy
+    quantizable: Callable[[Parameter], bool] = lambda parameter: False
+    norm: Callable[[torch.Tensor], float] = squared_norm
+    store: ParameterStore | None = field(default=None, init=False)
+
+    @property
+    def parameters_of_block(self) -> tuple[tuple[Parameter, ...], ...]:
+        """Parameters owned by each block."""
+        return self.resolved.parameters
+
+    @property
+    def block_modules(self) -> dict[int, Module]:
+        """Blocks that are one module."""
+        return self.resolved.modules
+
+    @property
+    def owner_of_module(self) -> dict[int, int]:
+        """id(module) -> block."""
+        return self.resolved.owner_of_module
+
+    def attach(self, store: ParameterStore) -> None:
+        """ZeRO-3 has laid out the parameters: give the store what the plan says about residents."""
+        self.store = store
+        for block in store.blocks:
+            block.resident = self.policy.parameter_tier(block.index) == "device"
+            block.pooled = block.index in self.block_modules
+
+    def precision_spans(self, parameters: Sequence[Parameter]) -> list[tuple[int, int, str]]:
+        """(offset, numel, precision) of each parameter of a sub-group, neighbours of one precision joined."""
+        spans: list[tuple[int, int, str]] = []
+        at = 0
+        for parameter in parameters:
+            numel = parameter.partition_numel()
+            precision = "8bit" if self.quantizable(parameter) else "fp32"
+            if spans and spans[-1][2] == precision:
+                spans[-1] = (spans[-1][0], spans[-1][1] + numel, precision)
+            else:
+                spans.append((at, numel, precision))
+            at += numel
+        return spans
+
+
+class StoreAccess:
+    """What activations need of parameters (`ParameterAccess`), answered by the parameter store."""
+
+    def __init__(self, store: ParameterStore) -> None:
+        self._store = store
+
+    def hold(self, block: int) -> AbstractContextManager[None]:
+        """The block's parameters are present and stay for the duration."""
+        return self._store.hold(block)
+
+    def view_of(self, tensor: torch.Tensor) -> SlotView | Any | None:
+        """The place of a tensor inside a parameter slot, if it lies in one."""
+        return self._store.view_of(tensor)

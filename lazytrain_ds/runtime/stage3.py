@@ -1,0 +1,386 @@
+"""ZeRO-3's optimizer, subclassed: sub-groups per block, our gradients, updates behind the next forward.
+
+`step()` is upstream's.
+
+Upstream's `step()` calls, per sub-group, prepare / unscale / optimizer step / reassign / release; here these only record
+what is to be done, and `_post_step` hands the records, in forward order, to the host worker (hidden step) or runs them
+at once (serial). Whatever looks at states or masters in between drains the worker first (`OBSERVERS`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch.nn import Parameter
+
+from lazytrain_ds.errors import UnsupportedError
+from lazytrain_ds.runtime.coordinator import LazyCoordinator
+from lazytrain_ds.runtime.device.base import Event
+from lazytrain_ds.runtime.gradients import GradientStore
+from lazytrain_ds.runtime.layout import BlockLayout, build_layout
+from lazytrain_ds.runtime.parameters import ParameterStore
+from lazytrain_ds.runtime.setup import Setup
+from lazytrain_ds.runtime.updates import Update, Updater, make_updater
+from lazytrain_ds.runtime.worker import HostWorker
+
+__all__ = ["LazyStage3"]
+
+# Methods of the optimizer that read or write states, masters or gradients: they wait for updates under way.
+OBSERVERS = (
+    "state_dict",
+    "load_state_dict",
+    "checkpoint_event_prologue",
+    "offload_states",
+    "reload_states",
+    "refresh_fp32_params",
+    "get_full_hp_param",
+    "set_full_hp_param",
+    "get_local_fp32_param",
+    "set_local_hp_param",
+    "get_fp32_grad_for_param",
+    "set_fp32_grad_for_param",
+    "get_local_fp32_grad_for_param",
+    "set_local_grad_for_param",
+    "update_fp32_grad_for_param_vectorized",
+    "get_fp32_grad_partitions",
+)
+_SWAP_LOCK = threading.RLock()
+
+
+def _guarded(name: str) -> property:
+    """An attribute whose access from outside the worker first waits for updates under way."""
+
+    def read(self: LazyStage3) -> Any:
+        self.drain()
+        return self.__dict__[name]
+
+    def write(self: LazyStage3, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+class _GroupBuffers:
+    """Stands where upstream expects one flat buffer per parameter group; hands out each sub-group's place in its block."""
+
+    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+        self._by_offset: dict[int, torch.Tensor] = {}
+        at = 0
+        for flat in flats:
+            self._by_offset[at] = flat
+            at += flat.numel()
+        self._numel = at
+
+    def numel(self) -> int:
+        return self._numel
+
+    def narrow(self, dimension: int, start: int, length: int) -> torch.Tensor:
+        flat = self._by_offset[start]
+        assert flat.numel() == length
+        return flat
+
+
+class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
+    """One rank: our fetch, gradients and updates. More ranks: our sub-groups and updates, DeepSpeed's gathers."""
+
+    lazytrain: Setup  # set on the subclass that the engine makes for itself
+
+    fp32_partitioned_groups_flat = _guarded("_lt_fp32_flat")
+    fp16_partitioned_groups_flat = _guarded("_lt_fp16_flat")
+    _lt_worker: HostWorker | None = None
+    _lt_inside_step = False
+
+    def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, *args: Any, **kwargs: Any):
+        setup = self.lazytrain
+        self._lt_one_rank = dist.get_world_size() == 1
+        self._lt_worker = HostWorker("lazytrain-host")
+        self._lt_block_of = {id(p): b for b, owned in enumerate(setup.parameters_of_block) for p in owned}
+        self._lt_sub_groups_of_group: list[list[list[Parameter]]] = []
+        self._lt_layout: BlockLayout | None = None
+        self._lt_jobs: list[tuple[int, dict[str, Any], float]] = []
+        self._lt_ready: dict[int, Event] = {}
+        self._lt_norm: float | None = None
+        self._lt_updater: Updater = make_updater(init_optimizer)
+        if self._lt_one_rank:
+            kwargs["contiguous_gradients"] = False  # its bucket would never be used
+        super().__init__(module, init_optimizer, param_names, *args, **kwargs)
+        if self.use_muon:
+            raise UnsupportedError("Muon is not supported with a lazytrain block; use AdamW or remove the block")
+        if self.torch_autocast_gradscaler is not None:
+            raise UnsupportedError("fp16 torch_autocast is not supported with a lazytrain block; use bf16")
+        self._lt_finish()
+
+    # -- construction ------------------------------------------------------------------------------------------
+    def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._lt_one_rank:
+            return super().initialize_ds_offload(*args, **kwargs)
+        with _SWAP_LOCK:  # upstream looks the class up in its module's globals
+            upstream = parameter_offload.PartitionedParameterCoordinator
+            parameter_offload.PartitionedParameterCoordinator = LazyCoordinator
+            try:
+                return super().initialize_ds_offload(*args, **kwargs)
+            finally:
+                parameter_offload.PartitionedParameterCoordinator = upstream
+
+    def _create_fp16_sub_groups(self, params_group: list[Parameter]) -> list[list[Parameter]]:
+        by_block: dict[int, list[Parameter]] = {}
+        for parameter in params_group:
+            by_block.setdefault(self._lt_block_of[id(parameter)], []).append(parameter)
+        sub_groups = [by_block[block] for block in sorted(by_block)]
+        self._lt_sub_groups_of_group.append(sub_groups)
+        return sub_groups
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        setup = self.lazytrain
+        self._lt_layout = build_layout(
+            setup.parameters_of_block,
+            self._lt_sub_groups_of_group,
+            setup.device.empty_host,
+            lambda parameter: parameter.ds_tensor.ds_numel,
+        )
+        flats = [sub_group.flat for sub_group in self._lt_layout.sub_groups]
+        at = 0
+        for sub_groups in self._lt_sub_groups_of_group:
+            self.param_groups_fp16_flat_cpu_memory.append(_GroupBuffers(flats[at : at + len(sub_groups)]))
+            at += len(sub_groups)
+
+    def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
+        self.param_groups_fp16_flat_cpu_memory = []
+        trainable = {id(p) for group in self.fp16_groups for p in group}
+        for block in self._lt_layout.blocks:
+            for part in block.parts:
+                for parameter, offset, numel in part.entries:
+                    if id(parameter) not in trainable:
+                        place = part.host.narrow(0, offset, numel)
+                        place.copy_(parameter.ds_tensor.data.reshape(-1)[:numel])
+                        parameter.ds_tensor.data = place
+
+    def initialize_optimizer_states(self) -> None:
+        """States are allocated here, so that memory does not grow at the first step; gradients need no fp32 copy."""
+        for sub_group in self._lt_layout.sub_groups:
+            spans = self.lazytrain.precision_spans(sub_group.parameters)
+            self._lt_updater.prepare(self.fp32_partitioned_groups_flat[sub_group.index], spans)
+
+    def _lt_finish(self) -> None:
+        setup = self.lazytrain
+        buffers = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        self._lt_gradients = GradientStore(setup.device, self._lt_worker, buffers, setup.norm)
+        trainable = {p.ds_id for group in self.fp16_groups for p in group}
+        self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
+        self._lt_group_gradients = []
+        at = 0
+        for numel in self.fp16_partitioned_groups_flat_numel:
+            self._lt_group_gradients.append(self.grad_partitions_flat_buffer.narrow(0, at, numel))
+            at += numel
+        if not self._lt_one_rank:
+            return
+        self._lt_store = ParameterStore(setup.device, self._lt_layout.blocks)
+        self._lt_store.ready = lambda block: [self._lt_ready[block]] if block in self._lt_ready else ()
+        setup.attach(self._lt_store)
+        coordinator: LazyCoordinator = self.parameter_offload.param_coordinator
+        coordinator.bind(self.module, self._lt_store, setup.policy, setup.block_modules, setup.owner_of_module)
+        self._lt_wrap_gathers()
+
+    def _lt_wrap_gathers(self) -> None:
+        """Whoever gathers a parameter by DeepSpeed's own calls waits for that parameter's update only."""
+
+        def wrap(parameter: Parameter, name: str) -> None:
+            original: Callable[..., Any] = getattr(parameter, name)
+
+            def gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+                wanted = [parameter] if param_list is None else list(param_list)
+                for each in wanted:
+                    self._lt_wait(self._lt_block_of.get(id(each)))
+                return original(param_list, *args, **kwargs)
+
+            setattr(parameter, name, gather)
+
+        for parameter in self.module.parameters():
+            for name in ("all_gather", "all_gather_coalesced"):
+                wrap(parameter, name)
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+    def drain(self) -> None:
+        """Wait until every recorded update is done; raise what went wrong in one."""
+        worker = self._lt_worker
+        if worker is not None and not self._lt_inside_step and not worker.is_current_thread():
+            worker.drain()
+            self._lt_ready.clear()
+
+    def _lt_wait(self, block: int | None) -> None:
+        event = self._lt_ready.get(block) if block is not None else None
+        if event is not None and not self._lt_worker.is_current_thread():
+            event.wait()
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Parameter) -> None:
+        if not self._lt_one_rank:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif param.grad is not None and getattr(param, "ds_grad_is_ready", True):
+            self._lt_wait(self._lt_block_of[id(param)])  # a block that this forward skipped
+            self._lt_gradients.take(param, param.grad)
+            self._offload_boundary_param_ids.add(param.ds_id)
+            param.grad = None
+
+    def partition_grads(self, params_to_release: list[Parameter], grad_partitions: list[torch.Tensor]) -> Any:
+        """More ranks: upstream reduced and scattered; the partition takes the same way as one rank's gradient."""
+        for parameter, partition in zip(params_to_release, grad_partitions, strict=True):
+            rank = self._get_param_partition_rank(parameter)
+            if parameter.partition_numel() * rank < parameter.ds_numel:
+                self._lt_gradients.take(parameter, partition)
+                self._offload_boundary_param_ids.add(parameter.ds_id)
+            parameter.grad = None
+        return None
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        if not self._lt_one_rank:
+            super().independent_gradient_partition_epilogue()
+            return
+        for param_id in self.params_already_reduced:
+            self.params_already_reduced[param_id] = False
+        self._epilogue_ran_this_backward = True
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """Nothing to copy at the boundary: updates read the accumulation buffer itself."""
+
+    def _lt_squared_norm(self) -> float:
+        if self._lt_norm is None:
+            self._lt_gradients.settle()
+            total = torch.tensor([self._lt_gradients.squared_norm(self._lt_norm_order)], dtype=torch.float64)
+            if not self._lt_one_rank:
+                dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+            self._lt_norm = float(total[0])
+        return self._lt_norm
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        return not math.isfinite(self._lt_squared_norm())
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        squared = self._lt_squared_norm()
+        return [torch.tensor(math.sqrt(squared) if math.isfinite(squared) else -1.0, dtype=torch.float32)]
+
+    # -- the step ----------------------------------------------------------------------------------------------
+    def step(self, closure: Any = None) -> None:
+        self.drain()
+        self._lt_jobs = []
+        self._lt_norm = None
+        self._lt_inside_step = True
+        try:
+            super().step(closure)
+        finally:
+            self._lt_inside_step = False
+            self._lt_gradients.step_done()
+            self._offload_boundary_param_ids.clear()
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
+        # Captured now: the scheduler moves the rate right after step(), while the update may still wait its turn.
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        self._lt_jobs.append((sub_group_id, hyper, 1.0))
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        combined = torch.as_tensor(float(self.loss_scale))
+        if self.clip_grad > 0.0:
+            clip = torch.clamp(((total_norm / self.loss_scale) + 1e-6) / self.clip_grad, min=1.0)
+            combined = clip * self.loss_scale
+        index, hyper, _ = self._lt_jobs[-1]
+        self._lt_jobs[-1] = (index, hyper, float(1.0 / combined))
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        """Recorded in `_prepare_sub_group`; applied after `_post_step`."""
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """The update itself writes the low-precision copy in place."""
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        """Nothing was brought in."""
+
+    def _post_step(self, timer_names: Any) -> None:
+        self._lt_run_updates()
+        super()._post_step(timer_names)
+
+    def _lt_run_updates(self) -> None:
+        layout = self._lt_layout
+        jobs = sorted(self._lt_jobs, key=lambda job: (layout.sub_groups[job[0]].block, job[0]))
+        self._lt_jobs = []
+        hidden = self._lt_one_rank and self.lazytrain.policy.optimizer_step() == "hidden"
+        for index, hyper, scale in jobs:
+            sub_group = layout.sub_groups[index]
+            update = Update(
+                sub_group=index,
+                master=self._lt_fp32_flat[index],
+                gradient=self._lt_group_gradients[index],
+                low_precision=self._lt_fp16_flat[index],
+                hyper=hyper,
+                gradient_scale=scale,
+                spans=self._lt_spans(sub_group.parameters),
+            )
+            if hidden:
+                self._lt_ready[sub_group.block] = self._lt_worker.submit(
+                    lambda update=update: self._lt_updater.apply(update)
+                )
+            else:
+                self._lt_updater.apply(update)
+            if self._lt_one_rank:
+                self._lt_store.updated(sub_group.block)
+
+    def _lt_spans(self, parameters: Sequence[Parameter]) -> tuple[tuple[int, int], ...] | None:
+        """Runs of parameters that got a gradient; None when all did. Plain PyTorch skips the others as well."""
+        if not self._lt_gradients.missing(parameters):
+            return None
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for parameter in parameters:
+            numel = parameter.partition_numel()
+            if parameter.ds_id in self._lt_gradients.fresh:
+                if spans and sum(spans[-1]) == at:
+                    spans[-1] = (spans[-1][0], spans[-1][1] + numel)
+                else:
+                    spans.append((at, numel))
+            at += numel
+        return tuple(spans)
+
+    # -- what others read --------------------------------------------------------------------------------------
+    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        """The accumulated gradient itself: there is no second, fp32 copy of it."""
+        group_index, _, _ = self.grad_position[self.get_param_id(param)]
+        self._lt_gradients.settle()
+        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id], group_index
+
+    @contextmanager
+    def lazytrain_paused(self) -> Iterator[None]:
+        """No update is under way inside: for whoever replaces plans or states."""
+        self.drain()
+        yield
+
+    def destroy(self) -> None:
+        self.drain()
+        if self._lt_one_rank and hasattr(self, "_lt_store"):
+            self._lt_store.release_all()
+        self._lt_worker.close()
+        super().destroy()
+
+
+def _draining(name: str) -> Callable[..., Any]:
+    upstream = getattr(DeepSpeedZeroOptimizer_Stage3, name)
+
+    def observer(self: LazyStage3, *args: Any, **kwargs: Any) -> Any:
+        self.drain()
+        return upstream(self, *args, **kwargs)
+
+    observer.__name__ = name
+    observer.__doc__ = upstream.__doc__
+    return observer
+
+
+for _name in OBSERVERS:
+    setattr(LazyStage3, _name, _draining(_name))
