@@ -1,0 +1,25 @@
+"""Our NVMe store. `NvmeStore` is what the runtime uses; `check_nvme_path` and the orphan helpers serve `doctor`."""
+
+from lazytrain_ds.errors import SwapError
+from lazytrain_ds.runtime.swap.backends import AioSettings, aio_problem
+from lazytrain_ds.runtime.swap.directory import OrphanedSwap, find_orphans, remove_orphans
+from lazytrain_ds.runtime.swap.memory import aligned_empty
+from lazytrain_ds.runtime.swap.paths import NvmePathReport, absolute_path, check_nvme_path
+from lazytrain_ds.runtime.swap.store import NvmeStore, TensorSpec
+from lazytrain_ds.runtime.swap.transfers import Ticket
+
+__all__ = [
+    "AioSettings",
+    "NvmePathReport",
+    "NvmeStore",
+    "OrphanedSwap",
+    "SwapError",
+    "TensorSpec",
+    "Ticket",
+    "absolute_path",
+    "aio_problem",
+    "aligned_empty",
+    "check_nvme_path",
+    "find_orphans",
+    "remove_orphans",
+]
