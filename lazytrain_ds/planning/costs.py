@@ -1,0 +1,118 @@
+"""Numbers of an instance at one micro-batch, per block, looked up once for simulator, bounds and MILP.
+
+Everything is a plain list indexed by block, so that the simulator's inner loop touches no dataclass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazytrain_ds.planning.instance import BlockClass, Instance, OptimizerMode
+from lazytrain_ds.planning.plan import SubGroupPlan
+from lazytrain_ds.planning.schema import TIERS
+
+__all__ = ["BlockNumbers", "Costs", "optimizer_seconds", "state_bytes"]
+
+
+def _split(instance: Instance, block_class: BlockClass, group: SubGroupPlan) -> tuple[tuple[int, OptimizerMode], ...]:
+    """(parameters, mode) pairs of a sub-group: the quantizable part and the part that always stays fp32."""
+    mode = instance.optimizer_mode(group.step_device, group.precision)
+    if mode is None or block_class.trainable_count == 0:
+        return ()
+    rest = instance.optimizer_mode(group.step_device, "fp32") or mode
+    quantized = block_class.quantizable_count if group.precision == "8bit" else 0
+    return ((quantized, mode), (block_class.trainable_count - quantized, rest))
+
+
+def optimizer_seconds(instance: Instance, block_class: BlockClass, group: SubGroupPlan) -> float:
+    """Seconds of one update of a block of `block_class` under `group` (0 where nothing is trainable)."""
+    return sum(count * mode.seconds_per_parameter for count, mode in _split(instance, block_class, group))
+
+
+def state_bytes(instance: Instance, block_class: BlockClass, group: SubGroupPlan) -> int:
+    """Bytes of master copy and moments of one block under `group`."""
+    parts = _split(instance, block_class, group)
+    return int(sum(count * mode.state_bytes_per_parameter for count, mode in parts) + 0.5)
+
+
+@dataclass(frozen=True)
+class BlockNumbers:
+    """One block's figures at one micro-batch (bytes and seconds; see BlockClass and BlockCosts for their meaning)."""
+
+    forward_seconds: float
+    backward_seconds: float
+    boundary_bytes: int
+    transient_forward_bytes: int
+    transient_backward_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    full_kept_bytes: int
+    accumulation_bytes: int
+    accumulate_seconds: float
+    trainable: bool
+
+
+class Costs:
+    """The per-block numbers of `instance` at `micro_batch`, and its rates and caps.
+
+    `choices[block][name]` is (kept bytes, offloadable bytes, recompute seconds, needs input, is the boundary kind).
+    """
+
+    def __init__(self, instance: Instance, micro_batch: int) -> None:
+        self.instance = instance
+        self.micro_batch = micro_batch
+        self.rounds = instance.rounds(micro_batch)
+        by_class: dict[str, BlockNumbers] = {}
+        menus: dict[str, dict[str, tuple[int, int, float, bool, bool]]] = {}
+        for block_class in instance.classes:
+            costs = block_class.at(micro_batch)
+            trainable = block_class.trainable_count
+            by_class[block_class.name] = BlockNumbers(
+                forward_seconds=costs.forward_seconds,
+                backward_seconds=costs.backward_seconds,
+                boundary_bytes=costs.boundary_bytes,
+                transient_forward_bytes=costs.transient_forward_bytes,
+                transient_backward_bytes=costs.transient_backward_bytes,
+                parameter_bytes=block_class.parameter_bytes,
+                gradient_bytes=block_class.gradient_bytes if trainable else 0,
+                full_kept_bytes=costs.menu[0].kept_bytes,
+                accumulation_bytes=int(instance.accumulation_bytes_per_parameter * trainable + 0.5),
+                accumulate_seconds=instance.host_accumulate_seconds_per_parameter * trainable,
+                trainable=trainable > 0,
+            )
+            menus[block_class.name] = {
+                choice.name: (
+                    choice.kept_bytes,
+                    choice.offloadable_bytes,
+                    choice.recompute_seconds,
+                    choice.needs_input,
+                    choice.kind == "boundary",
+                )
+                for choice in costs.menu
+            }
+        self.blocks = [by_class[name] for name in instance.order]
+        self.choices = [menus[name] for name in instance.order]
+        self.classes = [instance.block_class(block) for block in range(instance.block_count)]
+        self.borrowed: dict[int, list[int]] = {}
+        for block, owner in instance.borrows:
+            if block != owner:
+                self.borrowed.setdefault(block, []).append(owner)
+        self.caps = {name: instance.tier(name).usable_bytes for name in TIERS}
+        self.h2d = instance.channel("h2d")
+        self.d2h = instance.channel("d2h")
+        self.nvme_read = instance.channel("nvme_read")
+        self.nvme_write = instance.channel("nvme_write")
+        self._groups: dict[tuple[str, SubGroupPlan], tuple[float, int]] = {}
+
+    def group(self, block: int, group: SubGroupPlan) -> tuple[float, int]:
+        """(update seconds, state bytes) of a block's sub-group."""
+        key = (self.instance.order[block], group)
+        found = self._groups.get(key)
+        if found is None:
+            block_class = self.classes[block]
+            found = (
+                optimizer_seconds(self.instance, block_class, group),
+                state_bytes(self.instance, block_class, group),
+            )
+            self._groups[key] = found
+        return found
