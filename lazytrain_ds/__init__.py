@@ -5,5 +5,9 @@ Importing this package loads neither torch nor DeepSpeed; it does arrange that D
 
 from __future__ import annotations
 
+from lazytrain_ds.autoload import autoload as _autoload
+
 __version__ = "0.1.0"
 __all__ = ["__version__"]
+
+_autoload()

@@ -1,0 +1,293 @@
+"""Every DeepSpeed name LazyTrain overrides or relies on, with the signature it was written against, and why.
+
+`python -m lazytrain_ds.runtime.overrides` compares the table with the installed DeepSpeed and prints what differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lazytrain_ds.errors import UnsupportedError
+
+__all__ = ["OVERRIDDEN", "SUPPORTED", "Override", "check_signatures", "mismatches", "signature_of"]
+
+SUPPORTED: Final = ">=0.19.8,<0.20"
+
+
+@dataclass(frozen=True)
+class Override:
+    """`name`: dotted, private names mangled. `signature`: as `signature_of` renders it. `source`: the upstream file."""
+
+    name: str
+    signature: str
+    source: str
+    why: str
+
+
+def _of(owner: str, source: str, *entries: tuple[str, str, str]) -> tuple[Override, ...]:
+    return tuple(Override(f"{owner}.{name}", signature, source, why) for name, signature, why in entries)
+
+
+OVERRIDDEN: Final[tuple[Override, ...]] = (
+    *_of(
+        "deepspeed",
+        "deepspeed/__init__.py",
+        (
+            "initialize",
+            "(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, "
+            "lr_scheduler=None, distributed_port=29500, mpu=None, dist_init_required=None, collate_fn=None, "
+            "config=None, mesh_param=None, config_params=None)",
+            "wrapped: configs with the block go to our engine",
+        ),
+    ),
+    *_of(
+        "deepspeed.runtime.config",
+        "runtime/config.py",
+        ("_reject_removed_config_keys", "(param_dict)", "called: DeepSpeed's own errors come first"),
+        (
+            "DeepSpeedConfig.__init__",
+            "(self, config, mpu=None, mesh_device=None)",
+            "relied on: how a config is read and parsed",
+        ),
+        (
+            "DeepSpeedConfig._initialize_params",
+            "(self, param_dict)",
+            "called on the user's config: DeepSpeed's own errors come first",
+        ),
+        (
+            "DeepSpeedConfig._configure_train_batch_size",
+            "(self)",
+            "called: the batch sizes are checked before planning",
+        ),
+        ("DeepSpeedConfig._do_sanity_check", "(self)", "called: the rest of DeepSpeed's checks"),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.partition_parameters",
+        "runtime/zero/partition_parameters.py",
+        (
+            "Init.__init__",
+            "(self, module=None, data_parallel_group=None, mem_efficient_linear=True, remote_device=None, "
+            "pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None, "
+            "zero_param_parallel_group=None, zero_quantized_weights=False, "
+            "zero_quantized_nontrainable_weights=False, sequence_data_parallel_group=None, "
+            "param_swapper=None, tensor_overrides=[<DeepSpeedTensorOverride.dtype: 1>, "
+            "<DeepSpeedTensorOverride.device: 2>])",
+            "wrapped: a model built under zero.Init gets the rewritten config",
+        ),
+    ),
+    *_of(
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "runtime/engine.py",
+        (
+            "__init__",
+            "(self, args, model, optimizer=None, model_parameters=None, training_data=None, "
+            "lr_scheduler=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, "
+            "config_class=None, mesh_device=None, dont_change_device=False)",
+            "subclassed",
+        ),
+        ("_configure_zero_optimizer", "(self, optimizer)", "overridden: builds our optimizer subclass"),
+        ("forward", "(self, *inputs, **kwargs)", "overridden: activation plan, drains"),
+        ("backward", "(self, loss, retain_graph=False, scale_wrt_gas=True)", "overridden: gradients leave as produced"),
+        ("step", "(self, lr_kwargs=None)", "overridden: hides the optimizer step; calls the original"),
+        ("destroy", "(self)", "overridden: stops threads, removes swap files"),
+        (
+            "save_checkpoint",
+            "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)",
+            "overridden: drains first",
+        ),
+        (
+            "load_checkpoint",
+            "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
+            "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)",
+            "overridden: drains first, resumes under any plan",
+        ),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        "runtime/zero/stage3.py",
+        (
+            "__init__",
+            "(self, module, init_optimizer, param_names, timers, ds_config, static_loss_scale=1.0, "
+            "dynamic_loss_scale=False, dynamic_loss_args=None, verbose=True, contiguous_gradients=True, "
+            "reduce_bucket_size=500000000, prefetch_bucket_size=50000000, max_reuse_distance=1000000000, "
+            "max_live_parameters=1000000000, param_persistence_threshold=100000, "
+            "model_persistence_threshold=9223372036854775807, dp_process_group=None, reduce_scatter=True, "
+            "overlap_comm=False, offload_optimizer_config=None, offload_param_config=None, "
+            "zenflow_config=None, sub_group_size=1000000000000, offload_ratio=0.0, mpu=None, clip_grad=0.0, "
+            "gradient_accumulation_dtype=torch.float32, communication_data_type=torch.float16, "
+            "fp16_master_weights_and_gradients=False, bf16_master_weights_and_gradients=False, "
+            "bf16_optimizer_states=False, postscale_gradients=True, gradient_predivide_factor=1.0, "
+            "gradient_accumulation_steps=1, elastic_checkpoint=False, aio_config=None, "
+            "all2all_process_group=None, zero_hpz_partition_size=1, zero_quantized_weights=False, "
+            "zero_quantized_nontrainable_weights=False, zero_module_granularity_threshold=0, "
+            "log_trace_cache_warnings=False, enable_sanity_checks=False, cpuadam_cores_perc=0.8, "
+            "save_muon_momentum_buffer_in_memory=False)",
+            "subclassed",
+        ),
+        (
+            "initialize_ds_offload",
+            "(self, module, timers, ds_config, zenflow, overlap_comm, prefetch_bucket_size, "
+            "max_reuse_distance, max_live_parameters, param_persistence_threshold, "
+            "model_persistence_threshold, dp_process_group, offload_param_config, mpu, "
+            "zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights, "
+            "zero_module_granularity_threshold, log_trace_cache_warnings)",
+            "overridden: installs our coordinator",
+        ),
+        ("_create_fp16_sub_groups", "(self, params_group)", "overridden: one sub-group per block"),
+        (
+            "_create_fp16_partitions_with_defragmentation",
+            "(self, fp16_param_groups)",
+            "overridden: one flat buffer per block in its tier",
+        ),
+        (
+            "partition_grads",
+            "(self, params_to_release, grad_partitions)",
+            "overridden: gradients leave once, in the accumulation dtype",
+        ),
+        ("unscale_and_clip_grads", "(self, sub_group_id, total_norm)", "overridden: the factor goes into the update"),
+        ("step", "(self, closure=None)", "called, never copied"),
+        ("_prepare_sub_group", "(self, sub_group_id, timer_names)", "overridden: states come from their tier"),
+        ("_optimizer_step", "(self, sub_group_id)", "overridden: the fused update"),
+        (
+            "_reassign_or_swap_out_partitioned_parameters",
+            "(self, sub_group_id)",
+            "overridden: low-precision copy goes to its tier",
+        ),
+        ("_release_sub_group", "(self, sub_group_id, timer_names)", "overridden: states go back to their tier"),
+        ("_post_step", "(self, timer_names)", "overridden: no re-gathering of persistent parameters"),
+        ("complete_grad_norm_calculation_for_cpu_offload", "(self, params)", "overridden: the norm is ours"),
+        ("checkpoint_event_prologue", "(self)", "overridden: drains first"),
+        ("checkpoint_event_epilogue", "(self)", "relied on: pairs with the prologue"),
+        ("state_dict", "(self)", "overridden: drains first"),
+        (
+            "load_state_dict",
+            "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False, "
+            "checkpoint_folder=None, load_serial=None, param_shapes=None)",
+            "overridden: states go to their tier",
+        ),
+        (
+            "_configure_tensor_swapping",
+            "(self, offload_optimizer_config, aio_config)",
+            "overridden: never builds DeepSpeed's swapper",
+        ),
+        ("_swappable_optimizer_subgroup", "(self, sub_group_id)", "overridden: DeepSpeed swaps nothing"),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
+        "runtime/zero/partitioned_param_coordinator.py",
+        (
+            "__init__",
+            "(self, prefetch_bucket_sz, max_reuse_distance_in_numel, max_available_parameters_in_numel, "
+            "allgather_stream, inflight_param_registry, prefetch_nvme=False, timers=None, "
+            "zero_quantized_weights=False, zero_quantized_nontrainable_weights=False, "
+            "fast_sharding_for_leaf_module=False, log_trace_cache_warnings=False)",
+            "subclassed",
+        ),
+        ("fetch_sub_module", "(self, current_submodule, forward)", "overridden: fetches by plan"),
+        ("release_sub_module", "(self, submodule, forward=False)", "overridden: releases by plan"),
+        ("trace_prologue", "(self, sub_module)", "overridden: no trace"),
+        ("record_module", "(self, sub_module)", "overridden: no trace"),
+        ("reset_step", "(self)", "overridden: start of a forward"),
+        ("release_and_reset_all", "(self, module)", "overridden: drains transfers"),
+        ("release_backward_leftovers", "(self)", "overridden: our holds end at a block's post-backward"),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
+        "runtime/zero/parameter_offload.py",
+        ("pre_sub_module_forward_function", "(self, sub_module)", "relied on: block boundaries"),
+        ("post_sub_module_forward_function", "(self, sub_module)", "relied on: block boundaries"),
+        ("pre_sub_module_backward_function", "(self, sub_module)", "relied on: block boundaries"),
+        ("post_sub_module_backward_function", "(self, sub_module)", "relied on: block boundaries"),
+    ),
+    *_of(
+        "deepspeed.runtime.zero.linear",
+        "runtime/zero/linear.py",
+        (
+            "LinearFunctionForZeroStage3.forward",
+            "(input, weight, bias=None)",
+            "replaced where matmul outputs are kept: adds its bias in place on the saved output",
+        ),
+    ),
+)
+
+
+def mismatches(table: Iterable[Override] = OVERRIDDEN) -> list[str]:
+    """One line per entry whose name is missing or whose signature differs in the installed DeepSpeed."""
+    lines = []
+    for entry in table:
+        try:
+            found = signature_of(entry.name)
+        except (ImportError, AttributeError, TypeError, ValueError):
+            lines.append(f"{entry.name} ({entry.source}) does not exist; expected {entry.signature}")
+            continue
+        if found != entry.signature:
+            lines.append(f"{entry.name} ({entry.source}) is {found}; expected {entry.signature}")
+    return lines
+
+
+def check_signatures() -> None:
+    """Raise UnsupportedError unless the installed DeepSpeed is one we support and every entry of the table matches."""
+    import deepspeed
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    version = Version(deepspeed.__version__)
+    wrong = mismatches()
+    if not SpecifierSet(SUPPORTED).contains(version.base_version, prereleases=True):
+        wrong.insert(0, f"its version is {version}")
+    if wrong:
+        raise UnsupportedError(
+            f"LazyTrain supports DeepSpeed {SUPPORTED}, and the installed one ({version}) differs: {'; '.join(wrong)}. "
+            f'Install deepspeed{SUPPORTED}, or set "lazytrain": null to train without LazyTrain'
+        )
+
+
+def signature_of(name: str) -> str:
+    """Parameter names, kinds and defaults of a dotted name, without annotations (their text depends on Python).
+
+    Decorators that hide the signature are looked through: DeepSpeed's NVTX one keeps the function in its closure.
+    """
+    function: Any = _plain(_lookup(name))
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def _lookup(name: str) -> object:
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:]:
+            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+        return found
+    raise ImportError(name)
+
+
+def _plain(function: object) -> object:
+    if isinstance(function, (staticmethod, classmethod)):
+        function = function.__func__
+    if isinstance(function, property):
+        function = function.fget
+    while True:
+        inner = getattr(function, "__wrapped__", None) or _nvtx_target(function)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _nvtx_target(function: object) -> Callable[..., object] | None:
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "wrapped_fn" or "func" not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index("func")].cell_contents  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    print("\n".join(mismatches()) or f"all {len(OVERRIDDEN)} names match")
