@@ -1,4 +1,4 @@
-"""Small models of the shapes that users train; each has dropout where the real one has, and odd widths where allowed."""
+"""Small models of the shapes that users train, with dropout where the real ones have it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ class GPT(nn.Module):
     """A GPT whose forward returns the loss, as plain DeepSpeed scripts do."""
 
     def __init__(
-        self, vocabulary: int = 211, width: int = 64, blocks: int = 5, heads: int = 4, length: int = 32,
-        dropout: float = 0.1, tied: bool = False,
+        self,
+        vocabulary: int = 211,
+        width: int = 64,
+        blocks: int = 5,
+        heads: int = 4,
+        length: int = 32,
+        dropout: float = 0.1,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
@@ -54,9 +60,16 @@ def llama(blocks: int = 3, width: int = 64, vocabulary: int = 211, length: int =
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=172, num_hidden_layers=blocks,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length, use_cache=False,
-            attention_dropout=0.1, tie_word_embeddings=tied,
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=172,
+            num_hidden_layers=blocks,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=length,
+            use_cache=False,
+            attention_dropout=0.1,
+            tie_word_embeddings=tied,
         )
     )
 

@@ -103,7 +103,9 @@ class Console:
             if device.torch_device.type == "cuda":
                 held = torch.cuda.max_memory_allocated(device.torch_device)
             note = "" if device.torch_device.type == "cuda" else " (parameters, gradients and boundaries in flight)"
-            lines.append(f"  device   {format_bytes(prediction.peak_bytes('device')):>11}   {format_bytes(held):>11}{note}")
+            lines.append(
+                f"  device   {format_bytes(prediction.peak_bytes('device')):>11}   {format_bytes(held):>11}{note}"
+            )
             resident = psutil.Process().memory_info().rss
             lines.append(
                 f"  host     {format_bytes(prediction.peak_bytes('host')):>11}   {format_bytes(resident):>11} (process)"

@@ -9,15 +9,18 @@ when its slot is needed or at the end of the step.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Module
 
 from lazytrain_ds.runtime.parameters import ParameterStore
-from lazytrain_ds.runtime.policy import Policy
+from lazytrain_ds.runtime.policy import BlockAction, Policy
 
 __all__ = ["LazyCoordinator"]
 
@@ -28,20 +31,25 @@ def in_backward() -> bool:
 
 
 class LazyCoordinator(PartitionedParameterCoordinator):
-    """Executes a Policy at DeepSpeed's fetch and release points (one rank). `bind` comes after construction."""
+    """Executes a Policy at DeepSpeed's fetch and release points (one rank). `bind` comes after construction.
+
+    A *visit* is one use of a block: forward, re-run or backward. It begins with the first need of the block and ends
+    with its post-hook, or, for a group of modules (embedding, head), when another visit begins.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.store: ParameterStore | None = None
         self.policy: Policy | None = None
-        self._units: dict[int, tuple[int, ...]] = {}
-        self._block_of_module: dict[int, int] = {}
-        self._module_of_block: dict[int, Module] = {}
-        self._owner_of: dict[int, int] = {}
         self._root: Module | None = None
-        self._current: tuple[str, int] | None = None
-        self._forward_block: int | None = None
-        self._borrowed: dict[int, int] = {}
+        self._units: dict[int, tuple[int, ...]] = {}
+        self._owner_of: dict[int, int] = {}
+        self._block_of_module: dict[int, int] = {}
+        self._whole_blocks: set[int] = set()
+        self._visit: tuple[str, int] | None = None
+        self._action = BlockAction()
+        self._lent: set[int] = set()
+        self._deferred: int | None = None
         self._training_pass = True
         self._lock = threading.RLock()
 
@@ -59,8 +67,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         """
         self.store, self.policy, self._root = store, policy, root
         self._owner_of = dict(owner_of)
-        self._module_of_block = dict(block_modules)
         self._block_of_module = {id(module): block for block, module in block_modules.items()}
+        self._whole_blocks = set(block_modules)
         self._units.clear()
 
     # -- no trace ----------------------------------------------------------------------------------------------
@@ -82,23 +90,15 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             return
         # Fetch and release run under DeepSpeed's no_grad, so the mode of this forward has to be noted here.
         self._training_pass = torch.is_grad_enabled()
-        self._current = None
-        self._forward_block = None
-        self._borrowed.clear()
-        for block in self.store.blocks:
-            if block.passes and not block.holds:
-                block.passes.clear()
-                if not block.resident:
-                    self.store.release(block.index)
+        self._release_unused()
 
     # -- fetch -------------------------------------------------------------------------------------------------
     def _units_of(self, module: Module) -> tuple[int, ...]:
         """Blocks that own the parameters `module` uses directly (external ones included)."""
-        parameters = list(iter_params(module, recurse=z3_leaf_module(module)))
         units = self._units.get(id(module))
-        if units is None or len(module.ds_external_parameters() or ()) > 0:
-            owners = [self.store.block_of[parameter.ds_id] for parameter in parameters]
-            units = tuple(dict.fromkeys(owners))
+        if units is None or module.__dict__.get("_external_params"):
+            parameters = iter_params(module, recurse=z3_leaf_module(module))
+            units = tuple(dict.fromkeys(self.store.block_of[parameter.ds_id] for parameter in parameters))
             self._units[id(module)] = units
         return units
 
@@ -108,63 +108,91 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             super().fetch_sub_module(current_submodule, forward)
             return
         with self._lock:
-            whole = self._block_of_module.get(id(current_submodule))
-            if whole is not None:
-                self._enter(whole)
+            phase = "backward" if in_backward() else "forward"
+            block = self._block_of_module.get(id(current_submodule))
+            if block is not None:
+                if phase == "backward" and not forward and self.policy.reruns_before_backward(block):
+                    self._deferred = block  # its segment is re-run first; its own parameters would only wait in a slot
+                    return
+                self._enter(phase, block)
             for unit in self._units_of(current_submodule):
-                owner = self._owner_of.get(id(current_submodule), unit)
-                if whole is None and owner not in self._module_of_block:
-                    self._enter(owner)
-                if unit != owner:
-                    self._borrowed[unit] = owner
-                self.store.need(unit)
-                self.store.blocks[unit].passes.add("backward" if in_backward() else "forward")
+                self._use(phase, self._owner_of.get(id(current_submodule), unit), unit)
 
-    def _return_borrowed(self, entered: int) -> None:
-        """Parameters lent to a block (tied weights) go back once another block is entered."""
-        for unit, borrower in list(self._borrowed.items()):
-            if borrower != entered:
-                del self._borrowed[unit]
-                if unit != entered:
-                    self.store.blocks[unit].passes.clear()
-                    self.store.release(unit)
+    def _use(self, phase: str, owner: int, unit: int) -> None:
+        """A module of block `owner` needs the parameters of `unit`."""
+        if self._deferred is not None and owner == self._deferred:
+            self._enter(phase, owner)
+        inside = self._visit is not None and self._visit[1] in self._whole_blocks
+        if not inside and owner not in self._whole_blocks:
+            self._enter(phase, owner)
+        if self._visit is None or unit != self._visit[1]:
+            self._lent.add(unit)
+        self.store.need(unit)
+        self.store.blocks[unit].in_use = True
 
-    def _enter(self, block: int) -> None:
-        """Execution reached `block`: issue what the policy says, once per pass."""
-        backward = in_backward()
-        here = ("backward" if backward else "forward", block)
-        if self._current == here:
+    def _enter(self, phase: str, block: int) -> None:
+        """A visit begins: the one before ends, and what the policy says is issued."""
+        if self._visit == (phase, block):
             return
-        self._current = here
-        self._return_borrowed(block)
-        if not backward:
-            self._leave_group(block)
-            self._forward_block = block
-        action = self.policy.before_backward(block) if backward else self.policy.before_forward(block)
-        if block not in action.fetch and self.store.blocks[block].byte_count:
-            self.store.issue(block, must=True)
-        if not self._training_pass and not backward:
-            fetch = tuple(index for index in action.fetch if index >= block)  # no backward follows this forward
+        self._leave()
+        if block == self._deferred:
+            self._deferred = None
+        self._visit = (phase, block)
+        if phase == "forward":
+            self._action = self.policy.before_forward(block)
+        elif phase == "rerun":
+            self._action = self.policy.before_rerun(block)
         else:
-            fetch = action.fetch
-        for index in fetch:
-            if not self.store.issue(index, must=index == block):
-                break
+            self._action = self.policy.before_backward(block)
+        self.store.issue(block, must=True)
+        ahead = self._action.fetch_ahead if self._training_pass or phase != "forward" else ()
+        for unit in (*self._action.fetch, *ahead):
+            if not self.store.issue(unit):
+                break  # no slot is free: later ones would not find one either, and order matters
         self.store.need(block)
-        self.store.blocks[block].passes.add("backward" if backward else "forward")
+        self.store.blocks[block].in_use = True
 
-    def _leave_group(self, entered: int) -> None:
-        """A group of modules (embedding, head) has no post-forward of its own: it is left when another is entered."""
-        left = self._forward_block
-        if left is not None and left != entered and left not in self._module_of_block:
-            self._leave_forward(left)
+    def _leave(self) -> None:
+        """The visit under way ends: blocks not held until their next use are released."""
+        if self._visit is None:
+            return
+        phase, block = self._visit
+        self._visit = None
+        if phase == "forward" and not self._training_pass:
+            gone = {block, *self._lent}
+        else:
+            gone = set(self._action.release) | {unit for unit in self._lent if unit not in self._planned_units(block)}
+        self._lent.clear()
+        self._action = BlockAction()
+        for unit in gone:
+            self.store.blocks[unit].in_use = False
+            self.store.release(unit)
 
-    def _leave_forward(self, block: int) -> None:
-        keep = self.policy.before_forward(block).keep and self._training_pass
-        last = block == len(self.store.blocks) - 1 and self._training_pass
-        if not keep and not last:
-            self.store.blocks[block].passes.discard("forward")
-            self.store.release(block)
+    def _planned_units(self, block: int) -> tuple[int, ...]:
+        """Owners that the plan knows `block` borrows from: their release is the plan's."""
+        return tuple(owner for borrower, owner in self.policy.instance.borrows if borrower == block)
+
+    @contextmanager
+    def hold(self, block: int) -> Iterator[None]:
+        """Parameters of `block` are present and stay: a visit of its own (re-run) unless it is being visited."""
+        with self._lock:
+            own = self._visit is not None and self._visit[1] == block and self._visit[0] != "forward"
+            if block == self._deferred:
+                self._enter("backward", block)
+                own = True
+            if not own:
+                self._enter("rerun" if in_backward() else "forward", block)
+            self.store.need(block)
+            self.store.blocks[block].holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.store.blocks[block].holds -= 1
+                if not own:
+                    self._leave()
+                    if self._deferred == block + 1:  # the last block of the segment: now its own backward begins
+                        self._enter("backward", self._deferred)
 
     # -- release -----------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -173,26 +201,23 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             super().release_sub_module(submodule, forward=forward)
             return
         with self._lock:
+            if forward and in_backward():
+                return  # a recomputation: the block stays until its post-backward
             block = self._block_of_module.get(id(submodule))
-            if forward:
-                if in_backward():
-                    return  # a recomputation: the block stays until its post-backward
-                if block is not None:
-                    self._leave_forward(block)
-                if submodule is self._root and not self._training_pass:
-                    self._release_unused()
-            elif block is not None:
-                self.store.blocks[block].passes.clear()
-                self.store.release(block)
+            if block is not None and self._visit == ("forward" if forward else "backward", block):
+                self._leave()
+            if forward and submodule is self._root and not self._training_pass:
+                self._release_unused()
 
     def _release_unused(self) -> None:
+        self._visit = None
+        self._action = BlockAction()
+        self._lent.clear()
+        self._deferred = None
         for block in self.store.blocks:
             if not block.holds:
-                block.passes.clear()
+                block.in_use = False
                 self.store.release(block.index)
-        self._current = None
-        self._forward_block = None
-        self._borrowed.clear()
 
     @torch.no_grad()
     def release_and_reset_all(self, module: Module) -> None:
@@ -200,13 +225,11 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             super().release_and_reset_all(module)
             return
         with self._lock:
+            self._release_unused()
             self.store.release_all()
-            self._current = None
-            self._forward_block = None
-            self._borrowed.clear()
         for parameter in iter_params(module, recurse=True):
             parameter.ds_active_sub_modules.clear()
-            if parameter.ds_status.name == "AVAILABLE":  # gathered by someone else and not given back
+            if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # gathered by someone else and not given back
                 parameter.partition()
 
     @torch.no_grad()

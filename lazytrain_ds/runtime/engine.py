@@ -111,7 +111,11 @@ class LazyTrainEngine(DeepSpeedEngine):
 
     def _lt_install_activations(self, optimizer: LazyStage3) -> None:
         setup = self._lt_setup
-        access = StoreAccess(setup.store) if setup.store is not None else self._lt_book.hook_access(optimizer)
+        access = (
+            StoreAccess(setup.store, setup.coordinator)
+            if setup.store is not None
+            else self._lt_book.hook_access(optimizer)
+        )
         modules = [setup.block_modules.get(block.index) for block in setup.resolved.table]
         self._lt_activations = ActivationRuntime(
             modules,

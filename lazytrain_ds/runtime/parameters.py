@@ -13,8 +13,7 @@ Invariants (tests/runtime/test_parameters.py names each):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -65,7 +64,7 @@ class BlockParameters:
     state: str = "absent"
     stale: bool = True
     holds: int = 0
-    passes: set[str] = field(default_factory=set)
+    in_use: bool = False
 
     @property
     def byte_count(self) -> int:
@@ -132,7 +131,7 @@ class ParameterStore:
             and block.holds == 0
             and not block.resident
             and block.index != wanted
-            and not block.passes
+            and not block.in_use
         ]
         if not candidates:
             return False
@@ -220,7 +219,7 @@ class ParameterStore:
             if not block.resident:
                 self._give_back(block, part, done)
         block.state = "absent"
-        block.passes.clear()
+        block.in_use = False
         if block.resident and not block.stale:
             block.state = "in flight"  # the slot still holds the current values: the next `need` only points at it
 
@@ -247,21 +246,19 @@ class ParameterStore:
             block.holds = 0
             self.release(block.index, force=True)
 
-    # -- for others --------------------------------------------------------------------------------------------
-    @contextmanager
-    def hold(self, index: int) -> Iterator[None]:
-        """The block's parameters are present and stay for the duration (re-runs in backward); nests."""
-        block = self.blocks[index]
-        self.need(index)
-        was_in_use = bool(block.passes)
-        block.holds += 1
-        try:
-            yield
-        finally:
-            block.holds -= 1
-            if block.holds == 0 and not was_in_use and not block.resident:
-                self.release(index)
+    def close(self) -> None:
+        """Give every slot back, residents and pooled ones too."""
+        self.release_all()
+        done = self.device.record()
+        for block in self.blocks:
+            block.pooled = False
+            for part in block.parts:
+                self._give_back(block, part, done)
+            block.state, block.stale = "absent", True
+        while self._trim():
+            pass
 
+    # -- for others --------------------------------------------------------------------------------------------
     def view_of(self, tensor: torch.Tensor) -> SlotView | None:
         """The place of `tensor` inside a parameter if it lies in one of our slots, else None."""
         if not tensor.numel():

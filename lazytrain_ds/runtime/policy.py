@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lazytrain_ds.planning.costs import Costs
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.plan import BoundaryHome, Plan, SubGroupPlan
+from lazytrain_ds.planning.program import BACKWARD, FORWARD, PARAMETER, RERUN, Program
 from lazytrain_ds.planning.schema import TierName
 
 __all__ = ["ActivationAction", "BlockAction", "PlanPolicy", "Policy"]
@@ -18,10 +20,16 @@ __all__ = ["ActivationAction", "BlockAction", "PlanPolicy", "Policy"]
 
 @dataclass(frozen=True)
 class BlockAction:
-    """At the start of a block's pass: copies to issue (in this order); at its end: whether its parameters stay."""
+    """One visit of a block: copies to issue when it starts, in this order, and what to let go when it ends.
 
-    fetch: tuple[int, ...]
-    keep: bool
+    `fetch`: blocks needed in the pass under way. `fetch_ahead`: blocks that the backward will need first, issued while
+    the forward still runs; skipped in a forward without gradient. `release`: blocks (its own, lent ones) whose
+    parameters are not held until their next use.
+    """
+
+    fetch: tuple[int, ...] = ()
+    fetch_ahead: tuple[int, ...] = ()
+    release: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,19 @@ class Policy:
         self.blocks = blocks
 
     def before_forward(self, block: int) -> BlockAction:
-        """What to fetch when `block`'s forward starts, and whether its parameters stay until its backward."""
+        """What to fetch when `block`'s forward starts and to release when it ends."""
+        raise NotImplementedError
+
+    def before_rerun(self, block: int) -> BlockAction:
+        """The same for a re-run of `block` inside backward (a dropped boundary is made again)."""
         raise NotImplementedError
 
     def before_backward(self, block: int) -> BlockAction:
-        """What to fetch when `block`'s backward starts; `keep` is whether its parameters stay afterwards."""
+        """The same for `block`'s backward."""
+        raise NotImplementedError
+
+    def reruns_before_backward(self, block: int) -> bool:
+        """Whether other blocks are re-run before this one's backward needs its own parameters."""
         raise NotImplementedError
 
     def activations(self, block: int) -> ActivationAction:
@@ -69,34 +85,49 @@ class Policy:
 
 
 class PlanPolicy(Policy):
-    """Executes a Plan: fetches are issued when the block `parameter_lead` positions earlier starts."""
+    """Executes a Plan by the simulator's own layout of it, so that both fetch and release at the same visits."""
 
     def __init__(self, plan: Plan, instance: Instance, blocks: Any) -> None:
         super().__init__(plan, instance, blocks)
-        count = plan.block_count
-        sequence = [*range(count), *reversed(range(count))]
-        # fetch_at[p]: blocks whose copy is issued when position p of the forward+backward sequence starts.
-        fetch_at: list[list[int]] = [[] for _ in sequence]
-        for position, block in enumerate(sequence):
-            decisions = plan.blocks[block]
-            in_backward = position >= count
-            held = decisions.keep_parameters or block == count - 1  # the last block goes straight into its backward
-            if decisions.resident or (in_backward and held):
-                continue
-            fetch_at[max(0, position - decisions.parameter_lead)].append(block)
-        self._forward = [
-            BlockAction(tuple(fetch_at[block]), plan.blocks[block].keep_parameters or plan.blocks[block].resident)
-            for block in range(count)
-        ]
-        self._backward = [
-            BlockAction(tuple(fetch_at[2 * count - 1 - block]), plan.blocks[block].resident) for block in range(count)
-        ]
+        program = Program(Costs(instance, plan.micro_batch), plan)
+        issued: list[list[tuple[int, int]]] = [[] for _ in program.visits]
+        for at, transfers in enumerate(program.issues):
+            issued[at] += [(transfer.need, transfer.block) for transfer in transfers if transfer.kind == PARAMETER]
+        for at, transfers in enumerate(program.write_backs):
+            issued[at] += [(transfer.need, transfer.block) for transfer in transfers]
+        fetched_for = {(unit, need) for transfers in issued for need, unit in transfers}
+        release: list[list[int]] = [[] for _ in program.visits]
+        last_use: dict[int, int] = {}
+        lent: dict[int, list[int]] = {}
+        for block, owner in instance.borrows:
+            lent.setdefault(block, []).append(owner)
+        for position, (_, block) in enumerate(program.visits):
+            for unit in (block, *lent.get(block, ())):
+                if (unit, position) in fetched_for and unit in last_use:
+                    release[last_use[unit]].append(unit)
+                last_use[unit] = position
+        for unit, position in last_use.items():
+            release[position].append(unit)
+        self._actions: dict[tuple[int, int], BlockAction] = {}
+        for position, visit in enumerate(program.visits):
+            needed = sorted(issued[position])
+            now = [unit for need, unit in needed if (need < program.turn) == (position < program.turn)]
+            ahead = [unit for need, unit in needed if unit not in now]
+            gone = [unit for unit in dict.fromkeys(release[position]) if not plan.blocks[unit].resident]
+            self._actions[visit] = BlockAction(tuple(now), tuple(ahead), tuple(gone))
+        self._last_of_segment = {stop - 1 for start, stop in plan.segments() if stop - start > 1}
 
     def before_forward(self, block: int) -> BlockAction:
-        return self._forward[block]
+        return self._actions[FORWARD, block]
+
+    def before_rerun(self, block: int) -> BlockAction:
+        return self._actions.get((RERUN, block), BlockAction(release=(block,)))
 
     def before_backward(self, block: int) -> BlockAction:
-        return self._backward[block]
+        return self._actions[BACKWARD, block]
+
+    def reruns_before_backward(self, block: int) -> bool:
+        return block in self._last_of_segment
 
     def activations(self, block: int) -> ActivationAction:
         decisions = self.plan.blocks[block]

@@ -19,6 +19,7 @@ from lazytrain_ds.runtime.policy import Policy
 from lazytrain_ds.workload.blocks import BlockTable
 
 if TYPE_CHECKING:
+    from lazytrain_ds.runtime.coordinator import LazyCoordinator
     from lazytrain_ds.runtime.parameters import ParameterStore, SlotView
 
 __all__ = ["BlockModules", "Setup", "StoreAccess"]
@@ -71,6 +72,7 @@ class Setup:
     quantizable: Callable[[Parameter], bool] = lambda parameter: False
     norm: Callable[[torch.Tensor], float] = squared_norm
     store: ParameterStore | None = field(default=None, init=False)
+    coordinator: LazyCoordinator | None = field(default=None, init=False)
 
     @property
     def parameters_of_block(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -87,9 +89,9 @@ class Setup:
         """id(module) -> block."""
         return self.resolved.owner_of_module
 
-    def attach(self, store: ParameterStore) -> None:
+    def attach(self, store: ParameterStore, coordinator: LazyCoordinator) -> None:
         """ZeRO-3 has laid out the parameters: give the store what the plan says about residents."""
-        self.store = store
+        self.store, self.coordinator = store, coordinator
         for block in store.blocks:
             block.resident = self.policy.parameter_tier(block.index) == "device"
             block.pooled = block.index in self.block_modules
@@ -110,14 +112,15 @@ class Setup:
 
 
 class StoreAccess:
-    """What activations need of parameters (`ParameterAccess`), answered by the parameter store."""
+    """What activations need of parameters (`ParameterAccess`), answered by the store and the coordinator."""
 
-    def __init__(self, store: ParameterStore) -> None:
+    def __init__(self, store: ParameterStore, coordinator: LazyCoordinator) -> None:
         self._store = store
+        self._coordinator = coordinator
 
     def hold(self, block: int) -> AbstractContextManager[None]:
         """The block's parameters are present and stay for the duration."""
-        return self._store.hold(block)
+        return self._coordinator.hold(block)
 
     def view_of(self, tensor: torch.Tensor) -> SlotView | Any | None:
         """The place of a tensor inside a parameter slot, if it lies in one."""

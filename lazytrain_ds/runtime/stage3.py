@@ -1,10 +1,8 @@
 """ZeRO-3's optimizer, subclassed: sub-groups per block, our gradients, updates behind the next forward.
 
-`step()` is upstream's.
-
-Upstream's `step()` calls, per sub-group, prepare / unscale / optimizer step / reassign / release; here these only record
-what is to be done, and `_post_step` hands the records, in forward order, to the host worker (hidden step) or runs them
-at once (serial). Whatever looks at states or masters in between drains the worker first (`OBSERVERS`).
+`step()` is upstream's. It calls, per sub-group, prepare / unscale / optimizer step / reassign / release; here these
+only record what is to be done, and `_post_step` hands the records, in forward order, to the host worker (hidden step)
+or runs them at once (serial). Whatever looks at states or masters in between drains the worker first (`OBSERVERS`).
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ def _guarded(name: str) -> property:
 
 
 class _GroupBuffers:
-    """Stands where upstream expects one flat buffer per parameter group; hands out each sub-group's place in its block."""
+    """Stands where upstream expects one flat buffer per parameter group: hands out each sub-group's place."""
 
     def __init__(self, flats: Sequence[torch.Tensor]) -> None:
         self._by_offset: dict[int, torch.Tensor] = {}
@@ -185,8 +183,8 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
             return
         self._lt_store = ParameterStore(setup.device, self._lt_layout.blocks)
         self._lt_store.ready = lambda block: [self._lt_ready[block]] if block in self._lt_ready else ()
-        setup.attach(self._lt_store)
         coordinator: LazyCoordinator = self.parameter_offload.param_coordinator
+        setup.attach(self._lt_store, coordinator)
         coordinator.bind(self.module, self._lt_store, setup.policy, setup.block_modules, setup.owner_of_module)
         self._lt_wrap_gathers()
 
@@ -365,7 +363,7 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         self.drain()
         if self._lt_one_rank and hasattr(self, "_lt_store"):
-            self._lt_store.release_all()
+            self._lt_store.close()
         self._lt_worker.close()
         super().destroy()
 

@@ -47,49 +47,106 @@ def zero3_config(dtype: str = "fp32", accumulation: int = 1, clip: float = 1.0, 
     return {**config, **changes}
 
 
-def random_placement(model: nn.Module, seed: int, tiers: tuple[str, ...] = ("device", "host")) -> Any:
-    """A plan that keeps all activations and places parameters at random."""
-    from lazytrain_ds.planning.plan import BlockPlan, Plan
+def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1) -> Any:
+    """An instance with the model's real parameter bytes and made-up costs; every block may be recomputed."""
+    from lazytrain_ds.planning import instance as I
+    from lazytrain_ds.planning.schema import TRANSFER_CHANNELS
     from lazytrain_ds.workload.blocks import find_blocks
+    from lazytrain_ds.workload.signature import parameter_numel
+
+    table = find_blocks(model)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    keep = I.ActivationChoice("keep", "keep", 1000, 600, 0.0)
+    boundary = I.ActivationChoice("boundary", "boundary", 0, 0, 0.01)
+    classes: dict[str, Any] = {}
+    for block in table:
+        menu = (keep, boundary) if block.kind == "block" else (keep,)
+        costs = I.BlockCosts(micro_batch, 100, 0.01, 0.02, 1000, 10, 10, menu)
+        count = sum(parameter_numel(named[name]) for name in block.parameters)
+        trainable = sum(parameter_numel(named[name]) for name in block.parameters if named[name].requires_grad)
+        classes[block.class_name] = I.BlockClass(
+            block.class_name, count, trainable, 0, 4 * count, 4 * trainable, "fp32", (costs,)
+        )
+    return I.Instance(
+        name="flat",
+        tiers=(I.Tier("device", 10**9), I.Tier("host", 10**9), I.Tier("nvme", 10**9)),
+        channels=tuple(I.Channel(name, 1e9) for name in TRANSFER_CHANNELS),
+        classes=tuple(classes.values()),
+        order=tuple(block.class_name for block in table),
+        optimizer_modes=(I.OptimizerMode("host", "fp32", 1e-9, 12.0), I.OptimizerMode("device", "fp32", 1e-9, 12.0)),
+        micro_batches=(micro_batch,),
+        global_batch=micro_batch * rounds,
+        sequence_length=32,
+        accumulation_bytes_per_parameter=4.0,
+        borrows=table.borrows,
+    )
+
+
+def random_plan(
+    instance: Any, seed: int, tiers: tuple[str, ...] = ("device", "host"), activations: bool = False
+) -> Any:
+    """Parameters placed at random; with `activations` also what is recomputed, dropped and offloaded to the host."""
+    from lazytrain_ds.planning.plan import BlockPlan, Plan
 
     chance = random.Random(seed)
-    blocks = tuple(
-        BlockPlan(
-            "keep",
-            parameter_tier=chance.choice(tiers),
-            keep_parameters=chance.random() < 0.4,
-            parameter_lead=chance.randrange(4),
+    micro_batch = instance.micro_batches[0]
+    blocks: list[Any] = []
+    for index in range(instance.block_count):
+        menu = instance.costs(index, micro_batch).menu
+        choice = chance.choice(menu) if activations else menu[0]
+        before = blocks[-1].choice if blocks else ""
+        homes = ["device", "host"] if activations else ["device"]
+        if activations and choice.kind == "boundary" and before == "boundary":
+            homes += ["dropped", "dropped"]
+        saved = chance.choice(["device", "host"]) if activations and choice.offloadable_bytes else "device"
+        blocks.append(
+            BlockPlan(
+                choice.name,
+                boundary=chance.choice(homes),
+                saved_tier=saved,
+                parameter_tier=chance.choice(tiers),
+                keep_parameters=chance.random() < 0.4,
+                parameter_lead=chance.randrange(4),
+                activation_lead=chance.randrange(3),
+            )
         )
-        for _ in find_blocks(model)
-    )
-    return Plan(blocks, 2, 1, optimizer_step=chance.choice(("hidden", "serial")), origin=f"random {seed}")
+    step = chance.choice(("hidden", "serial"))
+    plan = Plan(tuple(blocks), micro_batch, instance.rounds(micro_batch), optimizer_step=step, origin=f"random {seed}")
+    plan.check(instance)
+    return plan
 
 
-def bare_setup(model: nn.Module, plan: Any, device: Any) -> Any:
-    """A Setup without config or instance: enough for parameters, gradients and updates."""
+def bare_setup(model: nn.Module, instance: Any, plan: Any, device: Any) -> Any:
+    """A Setup without config: enough for parameters, gradients and updates."""
     from lazytrain_ds.runtime.policy import PlanPolicy
     from lazytrain_ds.runtime.setup import BlockModules, Setup
     from lazytrain_ds.workload.blocks import find_blocks
 
     table = find_blocks(model)
-    policy = PlanPolicy(plan, None, table)
-    return Setup(None, BlockModules.resolve(model, table), device, None, plan, policy)
+    return Setup(None, BlockModules.resolve(model, table), device, instance, plan, PlanPolicy(plan, instance, table))
 
 
 def engine_for(
-    model: nn.Module, config: dict[str, Any], plan: Any = None, device: Any = None, optimizer: Any = None
+    model: nn.Module,
+    config: dict[str, Any],
+    seed: int | None = None,
+    device: Any = None,
+    optimizer: Any = None,
+    tiers: tuple[str, ...] = ("device", "host"),
 ) -> Any:
-    """A DeepSpeed engine; with a plan its ZeRO-3 optimizer is ours, without it is stock."""
+    """A DeepSpeed engine; with a seed its ZeRO-3 optimizer is ours under the random plan of it, without it is stock."""
     one_process_group()
     import deepspeed
     from deepspeed.runtime.zero import stage3 as upstream
 
     original = upstream.DeepSpeedZeroOptimizer_Stage3
-    if plan is not None:
+    if seed is not None:
         from lazytrain_ds.runtime.device.cpu import CpuDevice
         from lazytrain_ds.runtime.stage3 import LazyStage3
 
-        setup = bare_setup(model, plan, device or CpuDevice())
+        rounds = config["gradient_accumulation_steps"]
+        instance = flat_instance(model, rounds=rounds)
+        setup = bare_setup(model, instance, random_plan(instance, seed, tiers), device or CpuDevice())
         upstream.DeepSpeedZeroOptimizer_Stage3 = type("LazyStage3", (LazyStage3,), {"lazytrain": setup})
     try:
         engine, *_ = deepspeed.initialize(
