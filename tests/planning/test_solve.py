@@ -1,0 +1,56 @@
+import pytest
+
+from benchmarks.planner_instances import instance as big_instance
+from benchmarks.planner_instances import with_caps
+from lazytrain_ds.errors import InfeasibleError, PlanError
+from lazytrain_ds.planning.rules import checkpoint_all
+from lazytrain_ds.planning.solve import activation_ladder, solve
+
+INSTANCE = big_instance("0.5B", "rtx3090", rounds_of_first=2, device_bytes=10 * 10**9)
+
+
+def test_a_plan_is_checked_predicted_and_no_worse_than_any_rule():
+    plan = solve(INSTANCE, time_limit_seconds=0.5)
+    plan.check(INSTANCE)
+    prediction = plan.prediction
+    assert prediction.step_seconds <= prediction.best_rule_seconds
+    assert prediction.lower_bound_seconds <= prediction.step_seconds
+    assert prediction.peak_bytes("device") <= INSTANCE.tier("device").usable_bytes
+    assert plan == solve(INSTANCE, time_limit_seconds=0.5)
+
+
+def test_with_a_placement_only_activations_are_decided():
+    placement = checkpoint_all(INSTANCE)
+    plan = solve(INSTANCE, placement=placement, time_limit_seconds=0.5)
+    assert [block.optimizer for block in plan.blocks] == [block.optimizer for block in placement.blocks]
+    assert [block.parameter_tier for block in plan.blocks] == [block.parameter_tier for block in placement.blocks]
+    assert (plan.micro_batch, plan.optimizer_step) == (placement.micro_batch, placement.optimizer_step)
+    assert [block.choice for block in plan.blocks] != [block.choice for block in placement.blocks]
+
+
+def test_ladder_needs_less_and_less_device_memory():
+    plan = solve(INSTANCE, time_limit_seconds=0.5)
+    rungs = activation_ladder(INSTANCE, plan, 3)
+    peaks = [rung.prediction.peak_bytes("device") for rung in (plan, *rungs)]
+    assert len(rungs) >= 2
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+    assert all(rung.blocks[3].optimizer == plan.blocks[3].optimizer for rung in rungs)
+
+
+def test_what_does_not_fit_is_refused_with_its_shortages():
+    with pytest.raises(InfeasibleError, match=r"device: needs .* has .* short") as caught:
+        solve(with_caps(INSTANCE, device=10**9), time_limit_seconds=0.2)
+    tier, need, have = caught.value.shortages[0]
+    assert tier == "device" and need > have
+
+
+@pytest.mark.parametrize("kind", ["paper", "megatrain", "keep_all"])
+def test_named_kinds_give_their_plan(kind):
+    assert solve(with_caps(INSTANCE, device=20 * 10**9), kind=kind).origin == kind
+
+
+def test_an_unknown_kind_or_solver_is_named():
+    with pytest.raises(PlanError, match="unknown planner kind 'best'"):
+        solve(INSTANCE, kind="best")
+    with pytest.raises(PlanError, match="unknown solver 'cplex'"):
+        solve(INSTANCE, kind="paper", solver="cplex")
