@@ -34,8 +34,9 @@ def initialize(
     original_initialize: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    rewritten: dict[str, Any],
 ) -> Any:
-    """`deepspeed.initialize` for a config with the block; `args` and `kwargs` already carry the rewritten config."""
+    """`deepspeed.initialize` for a config with the block; `kwargs` already carries the `rewritten` config."""
     with _SWAP_LOCK:
         _PENDING.block = block
         upstream = deepspeed.DeepSpeedEngine
@@ -85,6 +86,10 @@ class LazyTrainEngine(DeepSpeedEngine):
 
     def zero_allow_untested_optimizer(self) -> bool:
         return True
+
+    def _broadcast_model(self) -> None:
+        if self.dp_world_size > 1:  # with one rank it does nothing, and fails on parameters without dimensions
+            super()._broadcast_model()
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         from lazytrain_ds.runtime.optimizers import make_basic_optimizer

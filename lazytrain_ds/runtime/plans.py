@@ -1,0 +1,286 @@
+"""From a model, a config and a machine to the plan in force, in two phases.
+
+*Placement* (parameters, optimizer states) is planned before ZeRO-3 partitions, from the sequence length the config or
+the model names. *Activations* are planned at the first training forward from the real shapes, with placement fixed, and
+again when a larger batch comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch.utils._pytree import tree_leaves
+
+from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.errors import ConfigError, PlanError
+from lazytrain_ds.hardware.spec import HardwareSpec
+from lazytrain_ds.planning.instance import Allowed, Instance
+from lazytrain_ds.planning.plan import Plan
+from lazytrain_ds.planning.rules import RULES
+from lazytrain_ds.planning.schema import TIERS, digest
+from lazytrain_ds.planning.simulator import predict
+from lazytrain_ds.planning.solve import solve
+from lazytrain_ds.runtime.device import make_device
+from lazytrain_ds.runtime.machine import local_hardware
+from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
+from lazytrain_ds.runtime.setup import BlockModules, Setup
+from lazytrain_ds.workload.blocks import find_blocks
+from lazytrain_ds.workload.build import Training, build_instance
+from lazytrain_ds.workload.profile import Profile, profile_model
+from lazytrain_ds.workload.trace import TraceError, trace_with_inputs
+
+__all__ = ["PlanBook"]
+
+DEFAULT_SEQUENCE_LENGTH = 2048
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
+def model_length(model: torch.nn.Module) -> int | None:
+    """The sequence length that a model's own config names, None where it has none."""
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        for name in LENGTH_NAMES:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def batch_shape(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """(rows, tokens per row) of a call: of its largest tensor with two or more dimensions; (1, 1) if it has none."""
+    tensors = [leaf for leaf in tree_leaves((inputs, dict(kwargs))) if torch.is_tensor(leaf) and leaf.dim() >= 1]
+    if not tensors:
+        return (1, 1)
+    largest = max(tensors, key=lambda tensor: tensor.shape[:2].numel())
+    return (largest.shape[0], largest.shape[1] if largest.dim() > 1 else 1)
+
+
+def allowed_by(config: LazyTrainConfig, world_size: int) -> Allowed:
+    """What the block's keys and this version's runtime leave open."""
+
+    def forced(value: str, possible: tuple[str, ...], key: str) -> tuple[str, ...]:
+        if value in TIERS:
+            if value not in possible:
+                raise ConfigError(f'"lazytrain.{key}": "{value}" cannot be carried out here, only {possible}')
+            return (value,)
+        return possible
+
+    nvme = ("nvme",) if config.nvme_path != "auto" else ()
+    activation_tiers = ("device", "host", *nvme)
+    return Allowed(
+        boundary_tiers=forced(config.activations, activation_tiers, "activations"),
+        saved_tiers=forced(config.activations, activation_tiers, "activations"),
+        parameter_tiers=forced(config.parameters, ("device", "host"), "parameters"),
+        optimizer_tiers=forced(config.optimizer_states, ("host",), "optimizer_states"),
+        step_modes=("hidden", "serial") if world_size == 1 else ("serial",),
+    )
+
+
+class PlanBook:
+    """Makes and keeps the Instance, the Plan and the Policy of one engine."""
+
+    def __init__(self, engine: Any, config: LazyTrainConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.world_size = dist.get_world_size()
+        self.hardware: HardwareSpec = local_hardware(config)
+        self.device = make_device(config, self.hardware)
+        self.nvme_store: Any = None
+        self.instance: Instance | None = None
+        self.plan: Plan | None = None
+        self.policy: Policy | None = None
+        self.placement: Plan | None = None
+        self.notes: list[str] = []
+        self._seen = (0, 0)
+        self._setup: Setup | None = None
+        self._training: Training | None = None
+
+    # -- placement ---------------------------------------------------------------------------------------------
+    def place(self, optimizer: torch.optim.Optimizer) -> Setup:
+        """Plan parameters and states. Raises InfeasibleError before anything of ours is allocated."""
+        model = self.engine.module
+        pattern = None if self.config.blocks == "auto" else self.config.blocks
+        table = find_blocks(model, pattern)
+        length = self._sequence_length(model)
+        rows = self.engine.train_micro_batch_size_per_gpu()
+        dtype, accumulation = self.engine.get_data_types()
+        self.dtype = dtype
+        self._training = Training(
+            global_batch=rows * self.engine.gradient_accumulation_steps() * self.world_size,
+            sequence_length=length,
+            world_size=self.world_size,
+            accumulation_dtype=accumulation,
+            margins={"device": self.hardware.device_memory_bytes // 50, "host": self.hardware.host_memory_bytes // 50},
+            allowed=allowed_by(self.config, self.world_size),
+        )
+        profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
+        self._note(profile.notes)
+        self.table = table
+        instance = build_instance(model, table, profile, self.hardware, self._training, dtype=dtype)
+        plan = self._choose(instance, None)
+        self._accept(instance, plan)
+        self.placement = plan
+        self._setup = Setup(self.config, BlockModules.resolve(model, table), self.device, instance, plan, self.policy)
+        return self._setup
+
+    def _sequence_length(self, model: torch.nn.Module) -> int:
+        if self.config.sequence_length != "auto":
+            return int(self.config.sequence_length)
+        length = model_length(model)
+        if length is None:
+            length = DEFAULT_SEQUENCE_LENGTH
+            self.notes.append(
+                f"no sequence length given or found in the model: placement is planned for {length} "
+                'tokens per sample; set "lazytrain.sequence_length"'
+            )
+        return length
+
+    def _note(self, notes: tuple[str, ...]) -> None:
+        self.notes += [note for note in notes if note not in self.notes]
+
+    def _choose(self, instance: Instance, placement: Plan | None) -> Plan:
+        """The plan file's, or the planner's; the same on every rank (rank 0 decides)."""
+        if dist.get_world_size() == 1:
+            return self._choose_here(instance, placement)
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                message = [self._choose_here(instance, placement).to_json()]
+            except Exception as error:
+                message = [error]
+        dist.broadcast_object_list(message, src=0)
+        if isinstance(message[0], Exception):
+            raise message[0]
+        return Plan.from_json(message[0])
+
+    def _choose_here(self, instance: Instance, placement: Plan | None) -> Plan:
+        if self.config.plan_file != "auto":
+            path = Path(self.config.plan_file).expanduser()
+            if not path.is_file():
+                raise ConfigError(f'"lazytrain.plan_file": there is no file {str(path)!r}')
+            plan = Plan.from_json(path.read_bytes())
+            if plan.micro_batch != instance.micro_batches[0]:
+                rounds = instance.rounds(instance.micro_batches[0])
+                plan = replace(plan, micro_batch=instance.micro_batches[0], rounds=rounds)
+            plan.check(instance)
+            return replace(plan.with_prediction(predict(instance, plan)), instance=digest(instance))
+        planner = self.config.planner
+        kind = planner.kind
+        for value in (self.config.activations, self.config.parameters, self.config.optimizer_states):
+            if value in RULES:
+                kind = value
+        return solve(
+            instance,
+            placement=placement,
+            kind={"milp": "auto", "rules": "auto"}.get(kind, kind),
+            time_limit_seconds=None if planner.time_limit == "auto" else planner.time_limit,
+            gap=0.01 if planner.gap == "auto" else planner.gap,
+            solver=planner.solver,
+        )
+
+    def _accept(self, instance: Instance, plan: Plan) -> None:
+        plan.check(instance)
+        self.instance, self.plan = instance, plan
+        if self.config.policy == "auto":
+            self.policy = PlanPolicy(plan, instance, self.table)
+            return
+        module, _, name = self.config.policy.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f'"lazytrain.policy": cannot import {self.config.policy!r}: {error}') from error
+        self.policy = made(plan, instance, self.table)
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(f'"lazytrain.policy": {name} is not a lazytrain_ds.runtime.policy.Policy')
+
+    # -- activations -------------------------------------------------------------------------------------------
+    def replan_for(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Plan activations for this call if it is larger than any before; True if the plan in force changed."""
+        rows, length = batch_shape(inputs, kwargs)
+        if rows * length <= self._seen[0] * self._seen[1] and self._seen != (0, 0):
+            return False
+        self._seen = (rows, length)
+        model = self.engine.module
+        try:
+            trace = trace_with_inputs(
+                model, self.table, inputs, kwargs, dtype=self.dtype, device=self.device.torch_device.type
+            )
+            profile = Profile({rows: trace}, "traced", trace.notes)
+        except TraceError:
+            profile = profile_model(
+                model, self.table, [rows], length, dtype=self.dtype, device=self.device.torch_device.type
+            )
+        self._note(profile.notes)
+        rounds = self.placement.rounds
+        training = replace(self._training, global_batch=rows * rounds * self.world_size, sequence_length=length)
+        instance = build_instance(model, self.table, profile, self.hardware, training, dtype=self.dtype)
+        placement = replace(self.placement, micro_batch=rows, rounds=rounds, prediction=None)
+        placement = self._with_legal_activations(placement, instance)
+        self._accept(instance, self._choose(instance, placement))
+        self._setup.instance, self._setup.plan, self._setup.policy = self.instance, self.plan, self.policy
+        if self._setup.coordinator is not None:
+            self._setup.coordinator.policy = self.policy
+        return True
+
+    @staticmethod
+    def _with_legal_activations(placement: Plan, instance: Instance) -> Plan:
+        """The placement with keep-everything activations: its own choices may not be on the new menus."""
+        blocks = tuple(
+            replace(
+                block,
+                choice=instance.costs(index, placement.micro_batch).menu[0].name,
+                boundary="device"
+                if "device" in instance.allowed.boundary_tiers
+                else instance.allowed.boundary_tiers[0],
+                saved_tier="device",
+            )
+            for index, block in enumerate(placement.blocks)
+        )
+        return replace(placement, blocks=blocks)
+
+    def actions(self) -> list[ActivationAction]:
+        """What to do with each block's activations under the plan in force."""
+        return [self.policy.activations(index) for index in range(self.plan.block_count)]
+
+    # -- more ranks --------------------------------------------------------------------------------------------
+    def hook_access(self, optimizer: Any) -> Any:
+        """`ParameterAccess` where DeepSpeed's own coordinator gathers (more than one rank)."""
+        return _HookAccess(optimizer, self._setup)
+
+    def close(self) -> None:
+        """Stop threads and remove swap files."""
+        if self.nvme_store is not None:
+            self.nvme_store.close()
+        self.device.close()
+
+
+class _HookAccess:
+    """Parameters through DeepSpeed's fetch and release of modules."""
+
+    def __init__(self, optimizer: Any, setup: Setup) -> None:
+        self._offload = optimizer.parameter_offload
+        self._modules = setup.block_modules
+
+    @contextmanager
+    def hold(self, block: int) -> Any:
+        from deepspeed.runtime.zero import parameter_offload
+
+        module = self._modules.get(block)
+        if module is None:
+            raise PlanError(f"block {block} is a group of modules and cannot be re-run")
+        self._offload.pre_sub_module_forward_function(module)
+        try:
+            yield
+        finally:
+            self._offload.post_sub_module_forward_function(module)
+            parameter_offload.FWD_MODULE_STACK.pop()  # the pre function pushed; only the real hook pops
+
+    def view_of(self, tensor: torch.Tensor) -> None:
+        return None
