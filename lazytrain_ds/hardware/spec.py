@@ -1,4 +1,5 @@
-"""What a machine can do, as one frozen record: memory per tier, compute, links, SSD, optimizer. Pure data, JSON both ways.
+"""What a machine can do, as one frozen record: memory per tier, compute, links, SSD, optimizer. Pure data, JSON
+both ways.
 
 Rates are *sustained*: what a long run gets, with both link directions busy. Bytes are bytes, rates per second.
 """

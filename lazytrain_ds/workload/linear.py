@@ -1,8 +1,8 @@
 """`F.linear` as it behaves under ZeRO-3, so that a trace sees what the real run keeps.
 
-DeepSpeed's memory-efficient linear (deepspeed/runtime/zero/linear.py) is an autograd Function that saves the input as it came, the
-weight and the bias themselves; our runtime makes it add the bias out of place. The stock one may save a contiguous
-copy of the input instead.
+DeepSpeed's memory-efficient linear (deepspeed/runtime/zero/linear.py) is an autograd Function that saves the input
+as it came, the weight and the bias themselves; our runtime makes it add the bias out of place. The stock one may
+save a contiguous copy of the input instead.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lazytrain_ds.workload.values import KnownValues
+
 aten = torch.ops.aten
 
 
@@ -72,9 +74,10 @@ class OperatorTrace(TorchDispatchMode):
     their maximum.
     """
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, values: KnownValues | None = None) -> None:
         super().__init__()
         self.storages = storages
+        self.values = values
         self.operators: list[Operator] = []
         self.watch = False
         self.live_bytes = 0
@@ -95,12 +98,18 @@ class OperatorTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.values is not None:
+            scalar = self.values.scalar(func, args)
+            if scalar is not None:
+                return scalar
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = {self.storages.serial(tensor) for tensor in inputs}
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not outputs:
             return result  # questions such as prim.device
+        if self.values is not None:
+            self.values.follow(func, args, kwargs, result)
         made: dict[int, int] = {}
         for tensor in outputs:
             serial, reference = self.storages.reference(tensor)
@@ -126,8 +135,8 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def operator_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Matmul, convolution and attention FLOPs of one operator (0 for everything else), as `FlopCounterMode` counts them,
-    and also for the CPU's flash attention and grouped matmuls, which it leaves out."""
+    """Matmul, convolution and attention FLOPs of one operator (0 for everything else), as `FlopCounterMode` counts
+    them, and also for the CPU's flash attention and grouped matmuls, which it leaves out."""
     packet = func._overloadpacket
     counter = flop_registry.get(packet)
     if counter is not None:

@@ -1,12 +1,14 @@
 """A model's structure without its weights: same modules and code, fake parameters of full shape, no hooks.
 
 Tracing must not touch the model that trains: not its weights (which ZeRO-3 may have partitioned to size 0), not
-DeepSpeed's hooks (they would gather), not its attributes. So a shadow is built: for each module an object of the same class,
-with a copy of its attributes in which every module, parameter, buffer and method bound to a module is the shadow's own.
+DeepSpeed's hooks (they would gather), not its attributes. So a shadow is built: for each module an object of the
+same class, with a copy of its attributes in which every module, parameter, buffer and method bound to a module is
+the shadow's own.
 
 Note [Instance forwards]
-A `forward` set on the instance as a bound method (a fused kernel's patch) is carried over. One set as a closure still points
-at the real module, so the class's own forward is used instead; our own activation wrappers are of that kind.
+A `forward` set on the instance as a bound method (a fused kernel's patch) is carried over. One set as a closure
+still points at the real module, so the class's own forward is used instead; our own activation wrappers are of
+that kind.
 """
 
 from __future__ import annotations

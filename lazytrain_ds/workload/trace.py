@@ -1,8 +1,9 @@
-"""What each block needs and does, found by running the model's own code on fake tensors: no weights, no compute, no device.
+"""What each block needs and does, found by running the model's own code on fake tensors: no weights, no compute,
+no device.
 
-One forward of a shadow of the model (see shadow.py) under saved-tensor hooks and an operator trace gives, per block: the
-bytes autograd keeps, the operators with their FLOPs, the bytes in use while it runs. The backward of one block per class
-is run on its piece of the graph. The model itself, its hooks and the random state are not touched.
+One forward of a shadow of the model (see shadow.py) under saved-tensor hooks and an operator trace gives, per
+block: the bytes autograd keeps, the operators with their FLOPs, the bytes in use while it runs. The backward of
+one block per class is run on its piece of the graph. The model itself, its hooks and the random state are not touched.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from lazytrain_ds.workload.blocks import BlockTable
 from lazytrain_ds.workload.linear import zero3_linear
 from lazytrain_ds.workload.operators import Operator, OperatorTrace, Storages
 from lazytrain_ds.workload.shadow import make_shadow
+from lazytrain_ds.workload.values import KnownValues, models_see_real_tensors
 
 
 @dataclass(frozen=True)
 class BlockTrace:
     """One block in one forward and backward of one micro-batch. Bytes and FLOPs; see `BlockCosts` for the words.
 
-    `kept`: sizes of the unique storages autograd packed inside the block, without parameters, buffers and the block's inputs.
-    `needs_input`: whether autograd packed the block's input itself. `rerun_operators`: how many of `forward` a recompute
-    executes before everything packed is there again (a non-reentrant checkpoint stops then). `chained`: its input is the
-    previous block's output, so that re-running that block makes it. `calls`: forwards seen (0: the block did not run).
+    `kept`: sizes of the unique storages autograd packed inside the block, without parameters, buffers and the
+    block's inputs. `needs_input`: whether autograd packed the block's input itself. `rerun_operators`: how many of
+    `forward` a recompute executes before everything packed is there again (a non-reentrant checkpoint stops then).
+    `chained`: its input is the previous block's output, so that re-running that block makes it. `calls`: forwards
+    seen (0: the block did not run).
     """
 
     boundary_bytes: int
@@ -59,15 +62,15 @@ class BlockTrace:
     @property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for blocks that cost the same."""
-        return (self.boundary_bytes, self.kept, self.needs_input, self.forward_flops, len(self.forward), self.chained)
+        return (self.boundary_bytes, self.kept, self.needs_input, self.forward_flops, len(self.forward))
 
 
 @dataclass(frozen=True)
 class ForwardTrace:
     """Traces of all blocks of a table, in its order.
 
-    `order`: module names by first call (for `find_blocks(..., order=)`). `shared_bytes`: inputs that blocks share (masks, rotary
-    tables, an encoder's output), alive all along. `loose_bytes`: kept outside every block.
+    `order`: module names by first call (for `find_blocks(..., order=)`). `shared_bytes`: inputs that blocks share
+    (masks, rotary tables, an encoder's output), alive all along. `loose_bytes`: kept outside every block.
     """
 
     blocks: tuple[BlockTrace, ...]
@@ -93,21 +96,28 @@ def trace_with_inputs(
     zero3: bool = True,
     training: bool | None = None,
 ) -> ForwardTrace:
-    """Trace `model(*args, **kwargs)`; of tensors among the inputs only shape, strides and dtype are used.
+    """Trace `model(*args, **kwargs)`; of floating-point inputs only shape, strides and dtype are used.
 
-    `dtype`: compute dtype to assume for the parameters (None: theirs). `device`: where the fake tensors pretend to be; it decides
-    which attention kernel is chosen. `zero3`: use ZeRO-3's linear. `training`: put the shadow in this mode (None: leave).
-    Raises TraceError when fake tensors cannot run the model.
+    `dtype`: compute dtype to assume for the parameters (None: theirs). `device`: where the fake tensors pretend to
+    be; it decides which attention kernel is chosen. `zero3`: use ZeRO-3's linear. `training`: put the shadow in
+    this mode (None: leave). Raises TraceError when fake tensors cannot run the model.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = make_shadow(model, mode, dtype=dtype, device=device)
     if training is not None:
         shadow.train(training)
+    values = KnownValues()
     with mode:
-        fake_args, fake_kwargs = tree_map(lambda value: _fake(value, device), (tuple(args), dict(kwargs or {})))
-    tracer = _Tracer(shadow, table)
+        fake_args, fake_kwargs = tree_map(lambda value: _fake(value, device, values), (tuple(args), dict(kwargs or {})))
+    tracer = _Tracer(shadow, table, values)
     try:
-        with warnings.catch_warnings(), zero3_linear(zero3), torch.enable_grad(), mode:
+        with (
+            warnings.catch_warnings(),
+            zero3_linear(zero3),
+            models_see_real_tensors(),
+            torch.enable_grad(),
+            mode,
+        ):
             warnings.simplefilter("ignore")
             return tracer.run(fake_args, fake_kwargs)
     except Exception as error:
@@ -116,10 +126,12 @@ def trace_with_inputs(
         tracer.close()
 
 
-def _fake(value: Any, device: str) -> Any:
+def _fake(value: Any, device: str, values: KnownValues) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if value.device.type != "meta":
+        values.note(fake, value)
     return fake.requires_grad_(value.requires_grad)
 
 
@@ -181,10 +193,10 @@ class _Region:
 class _Tracer:
     """Runs a shadow once and sorts what happens into regions: one per block of the table, one for what fits none."""
 
-    def __init__(self, shadow: nn.Module, table: BlockTable) -> None:
+    def __init__(self, shadow: nn.Module, table: BlockTable, values: KnownValues) -> None:
         self.shadow, self.table = shadow, table
         self.storages = Storages()
-        self.trace = OperatorTrace(self.storages)
+        self.trace = OperatorTrace(self.storages, values)
         self.regions = [_Region() for _ in table]
         self.loose = _Region()
         self.order: dict[str, None] = {}
@@ -289,7 +301,9 @@ class _Tracer:
         self.last_output = _tensors(output)
         self._leave([tensor for tensor in self.last_output if tensor.requires_grad])
         region = self.regions[index]
-        region.output_bytes += sum(self.storages.bytes[serial] for serial in self.storages.serials(self.last_output[:1]))
+        region.output_bytes += sum(
+            self.storages.bytes[serial] for serial in self.storages.serials(self.last_output[:1])
+        )
         follows = index + 1 < len(self.table) and self.table[index + 1].kind in ("rest", "head")
         leaves: list[torch.Tensor] = []
         output = tree_map(lambda value: _cut(value, leaves), output)

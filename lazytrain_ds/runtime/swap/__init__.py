@@ -1,7 +1,8 @@
 """Our NVMe store. `NvmeStore` is what the runtime uses; `check_nvme_path` and the orphan helpers serve `doctor`."""
 
 from lazytrain_ds.errors import SwapError
-from lazytrain_ds.runtime.swap.backends import AioSettings, aio_problem
+from lazytrain_ds.runtime.swap.backends import AioSettings
+from lazytrain_ds.runtime.swap.deepspeed_aio import aio_problem
 from lazytrain_ds.runtime.swap.directory import OrphanedSwap, find_orphans, remove_orphans
 from lazytrain_ds.runtime.swap.memory import aligned_empty
 from lazytrain_ds.runtime.swap.paths import NvmePathReport, absolute_path, check_nvme_path

@@ -169,6 +169,8 @@ class SwapDirectory:
                 ) from None
             except FileNotFoundError:
                 continue  # the previous owner removed the directory between our two steps
+            except SwapError:
+                raise
             except OSError as error:
                 raise SwapError(
                     f"NVMe store: cannot lock {root / _LOCK}: {errno_name(error.errno)}. Set nvme_path to a local "

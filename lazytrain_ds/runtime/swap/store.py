@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
-from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, DeepSpeedAioBackend, ThreadsBackend
+from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, Kind, ThreadsBackend
+from lazytrain_ds.runtime.swap.deepspeed_aio import DeepSpeedAioBackend
 from lazytrain_ds.runtime.swap.directory import SwapDirectory
 from lazytrain_ds.runtime.swap.files import CallerTransfer, export_file, load_file, open_source
 from lazytrain_ds.runtime.swap.memory import round_up
 from lazytrain_ds.runtime.swap.paths import check_nvme_path
 from lazytrain_ds.runtime.swap.transfers import (
     Channel,
-    Kind,
     Ledger,
     OnTransfer,
     Operation,

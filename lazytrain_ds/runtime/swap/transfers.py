@@ -8,20 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
-from lazytrain_ds.runtime.swap.backends import Backend, Segment, Worker
+from lazytrain_ds.runtime.swap.backends import Backend, Kind, Segment, Worker
 from lazytrain_ds.runtime.swap.memory import copy_memory, memory_view, round_up
 from lazytrain_ds.runtime.swap.paths import errno_name
 
-__all__ = ["Channel", "Kind", "Ledger", "OnTransfer", "Operation", "Throttle", "Ticket", "swap_error"]
+__all__ = ["Channel", "Ledger", "OnTransfer", "Operation", "Throttle", "Ticket", "swap_error"]
 
 logger = logging.getLogger(__name__)
-
-Kind = Literal["read", "write"]
 
 Throttle = Callable[[Kind, int, float], None]
 """`throttle(kind, request_bytes, started_seconds)`: called by the worker after each request and before it counts as

@@ -1,0 +1,215 @@
+"""ActivationRuntime: carries out each block's ActivationAction inside an engine's forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazytrain_ds.errors import PlanError
+from lazytrain_ds.runtime.activations.counters import ActivationCounters
+from lazytrain_ds.runtime.activations.frame import Frame, ParameterAccess, unpack
+from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnTask, Store
+from lazytrain_ds.runtime.activations.takeover import Takeover, installation, owned
+from lazytrain_ds.runtime.activations.wrapping import BlockForward, is_compiled
+from lazytrain_ds.runtime.device.base import Device
+from lazytrain_ds.runtime.policy import ActivationAction
+from lazytrain_ds.runtime.selective import find_operators, linear_installation
+
+__all__ = ["KEEP", "ActivationRuntime"]
+
+logger = logging.getLogger(__name__)
+
+KEEP = ActivationAction(kind="keep", ops=(), boundary="device", saved_tier="device", lead=1)
+"""Everything stays on the device: what `None` stands for."""
+
+
+class ActivationRuntime:
+    """One per engine.
+
+    Args:
+        blocks: the module whose forward is block i, or None where a block is a group of modules (embedding, head):
+            what those save is always kept. A module may stand for several blocks.
+        device: memory ledger and copy channels.
+        parameters: who fetches and releases parameters; None where they are always present.
+        store: NVMe store; without one, nothing may be planned there.
+        pin_memory: whether host buffers may be page-locked.
+        on_task: called with (kind, block, channel, start, end, bytes) for each transfer and recomputation.
+        root: the model; modules of it that hold blocks matter for taking over its own checkpoint calls.
+        minimum_offload_bytes: smaller storages stay on the device, because a transfer costs more than it saves.
+        host_cap_bytes, staging_bytes: bounds of the host buffers for offloaded activations and of those on their way
+            to and from NVMe. allocate_staging: makes a buffer of that many bytes that the store can move directly.
+
+    The engine calls, per micro-step: `micro_step_begins`, its forward inside `outer_context`, `backward_begins`,
+    its backward, `micro_step_ends`; and `abort` after an exception anywhere in between. Two forwards may come before
+    a backward, and none may come at all.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module | None],
+        *,
+        device: Device,
+        parameters: ParameterAccess | None = None,
+        store: Store | None = None,
+        pin_memory: bool = False,
+        on_task: OnTask | None = None,
+        root: nn.Module | None = None,
+        minimum_offload_bytes: int = 1 << 16,
+        host_cap_bytes: int | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        allocate_staging: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.blocks = list(blocks)
+        self.device = device
+        self.parameters = parameters
+        self.counters = ActivationCounters()
+        self.mover = Mover(
+            device, self.counters, store, pin_memory=pin_memory, host_cap_bytes=host_cap_bytes,
+            staging_bytes=staging_bytes, allocate_staging=allocate_staging, on_task=on_task,
+        )  # fmt: skip
+        self.keep = KEEP
+        self.frame: Frame | None = None
+        self._open: list[Frame] = []
+        self._minimum_offload_bytes = minimum_offload_bytes
+        self._actions: list[ActivationAction] = [KEEP] * len(self.blocks)
+        self._operators: dict[tuple[str, ...], frozenset[Any]] = {}
+        self._said: set[Any] = set()
+        self._installed = False
+        self.watches_backward = False
+        modules = list(dict.fromkeys(module for module in self.blocks if module is not None))
+        names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
+        holders = list(root.modules()) if root is not None else []
+        self.takeover = Takeover(modules, holders)
+        self._wrappers = []
+        for module in modules:
+            places = [index for index, other in enumerate(self.blocks) if other is module]
+            name = names.get(id(module)) or f"{places[0]} ({type(module).__name__})"
+            if is_compiled(module):
+                self.say_once((name, "unplannable"), f"block {name}: it is compiled; its activations are kept")
+            else:
+                self._wrappers.append(BlockForward(self, module, places, name))
+
+    def say_once(self, key: Any, message: str) -> None:
+        """Log `message` unless `key` was said before."""
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning("activations: %s", message)
+
+    # -- life --------------------------------------------------------------------------------------------------
+    def install(self) -> None:
+        """Wrap the blocks' forwards."""
+        if not self._installed:
+            installation.add()
+            linear_installation.add()
+            for wrapper in self._wrappers:
+                wrapper.install()
+            self._installed = True
+
+    def remove(self) -> None:
+        """Undo `install` exactly; graphs made meanwhile can still be walked backward."""
+        if self._installed:
+            for wrapper in self._wrappers:
+                wrapper.remove()
+            linear_installation.remove()
+            installation.remove()
+            self._installed = False
+
+    # -- the plan ----------------------------------------------------------------------------------------------
+    def set_actions(self, actions: Sequence[ActivationAction | None]) -> None:
+        """Use these from the next forward on; None keeps everything. PlanError names the block that cannot be."""
+        resolved = [KEEP if action is None else action for action in actions]
+        if len(resolved) != len(self.blocks):
+            raise PlanError(f"activation plan: {len(resolved)} actions for {len(self.blocks)} blocks")
+        for index, action in enumerate(resolved):
+            self._check(index, action, resolved[index - 1] if index else None)
+        self._actions = resolved
+        self.watches_backward = any(
+            tier in ("host", "nvme") for action in resolved for tier in (action.boundary, action.saved_tier)
+        )
+
+    def _check(self, index: int, action: ActivationAction, before: ActivationAction | None) -> None:
+        def fail(reason: str) -> None:
+            raise PlanError(f"activation plan: block {index}: {reason}")
+
+        if action.kind not in ("keep", "selective", "boundary"):
+            fail(f"unknown kind {action.kind!r}")
+        if action.boundary not in ("device", "host", "nvme", "dropped"):
+            fail(f"unknown boundary home {action.boundary!r}")
+        if action.saved_tier not in ("device", "host", "nvme"):
+            fail(f"unknown tier {action.saved_tier!r}")
+        if action.lead < 0:
+            fail(f"lead must be at least 0, is {action.lead}")
+        if self.blocks[index] is None and (action.kind != "keep" or action.boundary == "dropped"):
+            fail(f"it is a group of modules, which cannot be recomputed, but its kind is {action.kind!r}")
+        if "nvme" in (action.boundary, action.saved_tier) and self.mover.store is None:
+            fail("its activations are to go to NVMe, but there is no NVMe store")
+        if action.kind == "selective":
+            if not action.ops:
+                fail("its kind is 'selective', but no operators are named")
+            self.operators(action.ops)
+        if action.boundary == "dropped" and (action.kind != "boundary" or before is None or before.kind != "boundary"):
+            fail("a boundary may be dropped only between blocks that keep their boundary alone")
+
+    def action(self, block: int) -> ActivationAction:
+        """What to do with `block`."""
+        return self._actions[block]
+
+    def drops_next(self, block: int) -> bool:
+        """Whether the block after `block` has its boundary dropped."""
+        return block + 1 < len(self._actions) and self._actions[block + 1].boundary == "dropped"
+
+    def operators(self, names: tuple[str, ...]) -> frozenset[Any]:
+        """The operators of a selective choice."""
+        if names not in self._operators:
+            self._operators[names] = find_operators(names)
+        return self._operators[names]
+
+    # -- the micro-step ----------------------------------------------------------------------------------------
+    def micro_step_begins(self) -> None:
+        """A training forward is about to run."""
+        if self.frame is not None:
+            self.frame.left()
+        self._open = [frame for frame in self._open if frame.living()]
+        self.frame = Frame(self.mover, self.parameters, self.device.torch_device, self._minimum_offload_bytes)
+        self._open.append(self.frame)
+
+    @contextlib.contextmanager
+    def outer_context(self) -> Iterator[None]:
+        """Around the engine's whole forward: views of parameter slots are packed wherever they are saved."""
+        frame = self.frame
+        if frame is None or not torch.is_grad_enabled():
+            with owned(self.takeover):
+                yield
+            return
+        with owned(self.takeover), torch.autograd.graph.saved_tensors_hooks(frame.pack_outside, unpack):
+            yield
+        frame.left()
+        self.counters.held_saved_bytes, self.counters.held_boundary_bytes = frame.held_bytes()
+
+    def backward_begins(self) -> None:
+        """A backward is about to run: bring back what is needed within its lead of the last block."""
+        if self.watches_backward:
+            for frame in self._open:
+                frame.prefetch(len(self.blocks) - 1)
+
+    def micro_step_ends(self) -> None:
+        """A backward is over. What its graphs no longer hold is gone; what they still hold goes home."""
+        for frame in self._open:
+            frame.left()
+            frame.drop_copies()
+        self._open = [frame for frame in self._open if frame.living()]
+        self.frame = None
+        self.mover.advance()
+
+    def abort(self) -> None:
+        """After an exception: release everything, however much of the graphs is still referenced."""
+        for frame in self._open:
+            frame.close()
+        self._open.clear()
+        self.frame = None
+        self.mover.settle()
