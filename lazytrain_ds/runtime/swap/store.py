@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from lazytrain_ds.runtime.swap.transfers import (
 __all__ = ["NvmeStore", "TensorSpec"]
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_PER_DAY = 86_400.0
 
 _warned: set[str] = set()
 
@@ -84,6 +87,41 @@ class _Entry:
     reads: list[Operation] = field(default_factory=list)  # handed in since the last write
 
 
+class _WriteBudget:
+    """Bytes that may be written per day: an SSD wears out by writing."""
+
+    def __init__(self, bytes_per_day: int | None) -> None:
+        self._bytes_per_day = bytes_per_day
+        self._day_started = self.started = time.monotonic()
+        self._spent_bytes = 0
+        self._warned = False
+
+    def check(self, size_bytes: int, key: str) -> None:
+        limit = self._bytes_per_day
+        if limit is None:
+            return
+        if time.monotonic() - self._day_started >= _SECONDS_PER_DAY:
+            self._day_started, self._spent_bytes, self._warned = time.monotonic(), 0, False
+        if self._spent_bytes + size_bytes > limit:
+            hours = (_SECONDS_PER_DAY - (time.monotonic() - self._day_started)) / 3600
+            raise SwapError(
+                f"NVMe store: writing {key!r} ({format_bytes(size_bytes)}) would pass nvme_write_budget: "
+                f"{format_bytes(self._spent_bytes)} of {format_bytes(limit)} written today, the next day starts in "
+                f"{hours:.1f} hours. Raise nvme_write_budget, or give the run more host_memory so that it writes less."
+            )
+
+    def spend(self, size_bytes: int) -> None:
+        self._spent_bytes += size_bytes
+        limit = self._bytes_per_day
+        if limit is not None and self._spent_bytes > 0.9 * limit and not self._warned:
+            self._warned = True
+            logger.warning(
+                "NVMe store: %s of today's nvme_write_budget of %s are written; the run stops when it is used up",
+                format_bytes(self._spent_bytes),
+                format_bytes(limit),
+            )
+
+
 class NvmeStore:
     """Named tensors on disk. Scratch: the files end with the store, and a new store starts empty.
 
@@ -96,7 +134,8 @@ class NvmeStore:
         aio: the `aio` block of a DeepSpeed config, for queue depths.
         space_limit_bytes: refuse to hold more than this on disk (padded). None: the free space is the limit.
         reserve_bytes: refuse at start if the disk (or the limit) has less than this.
-        write_budget_bytes: refuse to write more than this, padded, in the store's life. None: no limit.
+        write_budget_bytes_per_day: refuse to write more than this, padded, within 24 hours from the store's start, and
+            again in each 24 hours after; said once when 90 % are used. None: no limit.
         create: whether a missing `directory` is created.
         on_transfer, throttle: see transfers.py.
 
@@ -121,7 +160,7 @@ class NvmeStore:
         aio: Mapping[str, Any] | None = None,
         space_limit_bytes: int | None = None,
         reserve_bytes: int = 0,
-        write_budget_bytes: int | None = None,
+        write_budget_bytes_per_day: int | None = None,
         create: bool = True,
         on_transfer: OnTransfer | None = None,
         throttle: Throttle | None = None,
@@ -135,8 +174,7 @@ class NvmeStore:
             _warn_once(warning)
         self.settings = AioSettings.from_deepspeed(dict(aio) if aio else None)
         self._space_limit_bytes = space_limit_bytes
-        self._write_budget_bytes = write_budget_bytes
-        self._committed_write_bytes = 0
+        self._write_budget = _WriteBudget(write_budget_bytes_per_day)
         self._occupied_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._pid = os.getpid()
@@ -211,6 +249,12 @@ class NvmeStore:
     def disk_bytes_written(self) -> int:
         """Bytes the disk took, padding included: what the kernel counts as write_bytes."""
         return self._ledger.disk_bytes["write"]
+
+    @property
+    def disk_bytes_written_per_day(self) -> float:
+        """`disk_bytes_written` at the rate of the store's life so far, for 24 hours: what wears the SSD."""
+        elapsed = time.monotonic() - self._write_budget.started
+        return self.disk_bytes_written / max(elapsed, 1e-9) * _SECONDS_PER_DAY
 
     def padded_bytes(self, payload_bytes: int) -> int:
         """Bytes on disk for a tensor of `payload_bytes`."""
@@ -471,15 +515,9 @@ class NvmeStore:
         self, key: str, spec: TensorSpec, tensor: torch.Tensor | None, start: Callable[[Operation], None] | None
     ) -> tuple[Operation, list[Operation]]:
         padded = self.padded_bytes(spec.payload_bytes)
-        budget = self._write_budget_bytes
-        if budget is not None and self._committed_write_bytes + padded > budget:
-            raise SwapError(
-                f"NVMe store: writing {key!r} ({format_bytes(padded)}) would pass the write budget: "
-                f"{format_bytes(self._committed_write_bytes)} of {format_bytes(budget)} written. "
-                "Raise nvme_write_budget, or give the run more host memory."
-            )
+        self._write_budget.check(padded, key)
         entry = self._make_room(key, padded)
-        self._committed_write_bytes += padded
+        self._write_budget.spend(padded)
         operation = self._operation("write", entry, spec, tensor, start)
         earlier = [*entry.reads, *([entry.last_write] if entry.last_write else [])]
         entry.spec, entry.last_write, entry.reads = spec, operation, []
