@@ -278,6 +278,7 @@ def test_four_hundred_tiny_tensors_get_short_names(store):
     out = torch.empty(3)
     store.read(keys[399], out).wait()
     assert torch.equal(out, torch.full((3,), 399.0))
+    store.synchronize()
     assert store.bytes_written == 400 * 12 and store.disk_bytes_written == 400 * store.padded_bytes(12)
 
 

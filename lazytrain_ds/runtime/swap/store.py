@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
 from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, Kind, ThreadsBackend
+from lazytrain_ds.runtime.swap.budget import WriteBudget
 from lazytrain_ds.runtime.swap.deepspeed_aio import DeepSpeedAioBackend
 from lazytrain_ds.runtime.swap.directory import SwapDirectory
 from lazytrain_ds.runtime.swap.files import CallerTransfer, export_file, load_file, open_source
@@ -35,8 +35,6 @@ from lazytrain_ds.runtime.swap.transfers import (
 __all__ = ["NvmeStore", "TensorSpec"]
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_PER_DAY = 86_400.0
 
 _warned: set[str] = set()
 
@@ -85,41 +83,6 @@ class _Entry:
     spec: TensorSpec | None = None  # of the last write handed in, done or not
     last_write: Operation | None = None
     reads: list[Operation] = field(default_factory=list)  # handed in since the last write
-
-
-class _WriteBudget:
-    """Bytes that may be written per day: an SSD wears out by writing."""
-
-    def __init__(self, bytes_per_day: int | None) -> None:
-        self._bytes_per_day = bytes_per_day
-        self._day_started = self.started = time.monotonic()
-        self._spent_bytes = 0
-        self._warned = False
-
-    def check(self, size_bytes: int, key: str) -> None:
-        limit = self._bytes_per_day
-        if limit is None:
-            return
-        if time.monotonic() - self._day_started >= _SECONDS_PER_DAY:
-            self._day_started, self._spent_bytes, self._warned = time.monotonic(), 0, False
-        if self._spent_bytes + size_bytes > limit:
-            hours = (_SECONDS_PER_DAY - (time.monotonic() - self._day_started)) / 3600
-            raise SwapError(
-                f"NVMe store: writing {key!r} ({format_bytes(size_bytes)}) would pass nvme_write_budget: "
-                f"{format_bytes(self._spent_bytes)} of {format_bytes(limit)} written today, the next day starts in "
-                f"{hours:.1f} hours. Raise nvme_write_budget, or give the run more host_memory so that it writes less."
-            )
-
-    def spend(self, size_bytes: int) -> None:
-        self._spent_bytes += size_bytes
-        limit = self._bytes_per_day
-        if limit is not None and self._spent_bytes > 0.9 * limit and not self._warned:
-            self._warned = True
-            logger.warning(
-                "NVMe store: %s of today's nvme_write_budget of %s are written; the run stops when it is used up",
-                format_bytes(self._spent_bytes),
-                format_bytes(limit),
-            )
 
 
 class NvmeStore:
@@ -174,7 +137,7 @@ class NvmeStore:
             _warn_once(warning)
         self.settings = AioSettings.from_deepspeed(dict(aio) if aio else None)
         self._space_limit_bytes = space_limit_bytes
-        self._write_budget = _WriteBudget(write_budget_bytes_per_day)
+        self._write_budget = WriteBudget(write_budget_bytes_per_day)
         self._occupied_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._pid = os.getpid()
@@ -253,8 +216,7 @@ class NvmeStore:
     @property
     def disk_bytes_written_per_day(self) -> float:
         """`disk_bytes_written` at the rate of the store's life so far, for 24 hours: what wears the SSD."""
-        elapsed = time.monotonic() - self._write_budget.started
-        return self.disk_bytes_written / max(elapsed, 1e-9) * _SECONDS_PER_DAY
+        return self._write_budget.per_day(self.disk_bytes_written)
 
     def padded_bytes(self, payload_bytes: int) -> int:
         """Bytes on disk for a tensor of `payload_bytes`."""
