@@ -278,6 +278,7 @@ def test_four_hundred_tiny_tensors_get_short_names(store):
     out = torch.empty(3)
     store.read(keys[399], out).wait()
     assert torch.equal(out, torch.full((3,), 399.0))
+    store.synchronize()
     assert store.bytes_written == 400 * 12 and store.disk_bytes_written == 400 * store.padded_bytes(12)
 
 
@@ -367,15 +368,25 @@ def test_reserve_refuses_a_disk_too_full_with_need_and_have(tmp_path, monkeypatc
     assert not any(tmp_path.iterdir())
 
 
-def test_write_budget(tmp_path):
-    with NvmeStore(tmp_path, write_budget_bytes=8192) as store:
+def test_write_budget_per_day(tmp_path, monkeypatch, caplog):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with NvmeStore(tmp_path, write_budget_bytes_per_day=8192) as store, caplog.at_level(logging.WARNING):
         store.write("a", torch.ones(3)).wait()
+        assert "nvme_write_budget" not in caplog.text
         store.write("a", torch.ones(3)).wait()
-        with pytest.raises(SwapError, match=r"write budget: 8.19 kB of 8.19 kB written.*nvme_write_budget"):
+        assert caplog.text.count("nvme_write_budget of 8.19 kB are written") == 1
+        now[0] += 6 * 3600
+        assert store.disk_bytes_written_per_day == pytest.approx(4 * 8192)
+        with pytest.raises(SwapError, match=r"nvme_write_budget: 8.19 kB of 8.19 kB .*starts in 18.0 hours"):
             store.write("a", torch.full((3,), 2.0))
         out = torch.empty(3)
         store.read("a", out).wait()  # refused before anything was touched
         assert torch.equal(out, torch.ones(3))
+        now[0] += 18 * 3600
+        store.write("a", torch.full((3,), 2.0)).wait()
+        with pytest.raises(SwapError, match="nvme_write_budget"):
+            store.write("b", torch.ones(2000))
 
 
 def test_unknown_backend_and_bad_aio_block(tmp_path):

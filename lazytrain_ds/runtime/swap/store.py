@@ -16,6 +16,7 @@ import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
 from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, Kind, ThreadsBackend
+from lazytrain_ds.runtime.swap.budget import WriteBudget
 from lazytrain_ds.runtime.swap.deepspeed_aio import DeepSpeedAioBackend
 from lazytrain_ds.runtime.swap.directory import SwapDirectory
 from lazytrain_ds.runtime.swap.files import CallerTransfer, export_file, load_file, open_source
@@ -96,7 +97,8 @@ class NvmeStore:
         aio: the `aio` block of a DeepSpeed config, for queue depths.
         space_limit_bytes: refuse to hold more than this on disk (padded). None: the free space is the limit.
         reserve_bytes: refuse at start if the disk (or the limit) has less than this.
-        write_budget_bytes: refuse to write more than this, padded, in the store's life. None: no limit.
+        write_budget_bytes_per_day: refuse to write more than this, padded, within 24 hours from the store's start, and
+            again in each 24 hours after; said once when 90 % are used. None: no limit.
         create: whether a missing `directory` is created.
         on_transfer, throttle: see transfers.py.
 
@@ -121,7 +123,7 @@ class NvmeStore:
         aio: Mapping[str, Any] | None = None,
         space_limit_bytes: int | None = None,
         reserve_bytes: int = 0,
-        write_budget_bytes: int | None = None,
+        write_budget_bytes_per_day: int | None = None,
         create: bool = True,
         on_transfer: OnTransfer | None = None,
         throttle: Throttle | None = None,
@@ -135,8 +137,7 @@ class NvmeStore:
             _warn_once(warning)
         self.settings = AioSettings.from_deepspeed(dict(aio) if aio else None)
         self._space_limit_bytes = space_limit_bytes
-        self._write_budget_bytes = write_budget_bytes
-        self._committed_write_bytes = 0
+        self._write_budget = WriteBudget(write_budget_bytes_per_day)
         self._occupied_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._pid = os.getpid()
@@ -211,6 +212,11 @@ class NvmeStore:
     def disk_bytes_written(self) -> int:
         """Bytes the disk took, padding included: what the kernel counts as write_bytes."""
         return self._ledger.disk_bytes["write"]
+
+    @property
+    def disk_bytes_written_per_day(self) -> float:
+        """`disk_bytes_written` at the rate of the store's life so far, for 24 hours: what wears the SSD."""
+        return self._write_budget.per_day(self.disk_bytes_written)
 
     def padded_bytes(self, payload_bytes: int) -> int:
         """Bytes on disk for a tensor of `payload_bytes`."""
@@ -471,15 +477,9 @@ class NvmeStore:
         self, key: str, spec: TensorSpec, tensor: torch.Tensor | None, start: Callable[[Operation], None] | None
     ) -> tuple[Operation, list[Operation]]:
         padded = self.padded_bytes(spec.payload_bytes)
-        budget = self._write_budget_bytes
-        if budget is not None and self._committed_write_bytes + padded > budget:
-            raise SwapError(
-                f"NVMe store: writing {key!r} ({format_bytes(padded)}) would pass the write budget: "
-                f"{format_bytes(self._committed_write_bytes)} of {format_bytes(budget)} written. "
-                "Raise nvme_write_budget, or give the run more host memory."
-            )
+        self._write_budget.check(padded, key)
         entry = self._make_room(key, padded)
-        self._committed_write_bytes += padded
+        self._write_budget.spend(padded)
         operation = self._operation("write", entry, spec, tensor, start)
         earlier = [*entry.reads, *([entry.last_write] if entry.last_write else [])]
         entry.spec, entry.last_write, entry.reads = spec, operation, []
