@@ -28,7 +28,13 @@ class SubGroup:
     group: int
     block: int
     parameters: tuple[Parameter, ...]
-    flat: torch.Tensor
+    part: Part
+    offset: int
+    numel: int
+
+    def within(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its place in a buffer of its part."""
+        return buffer.narrow(0, self.offset, self.numel)
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ def _round_up(count: int, multiple: int) -> int:
 def build_layout(
     parameters_of_block: Sequence[Sequence[Parameter]],
     groups: Sequence[Sequence[Sequence[Parameter]]],
-    empty_host: Callable[[int, torch.dtype], torch.Tensor],
     numel_of: Callable[[Parameter], int],
 ) -> BlockLayout:
-    """Allocate host buffers and assign places; nothing is copied yet.
+    """Assign places; nothing is allocated or copied yet.
 
     `parameters_of_block[b]`: all parameters that block b owns. `groups[g][k]`: parameters of the k-th sub-group of
     parameter group g. `numel_of`: elements of a parameter that this rank holds. Sub-groups are numbered group by group,
@@ -83,15 +88,15 @@ def build_layout(
             ends[dtype] = start + sum(numel_of(p) for p in members)
         parts: list[Part] = []
         for dtype, places in by_dtype.items():
-            host = empty_host(ends[dtype], dtype)
             entries: list[tuple[Parameter, int, int]] = []
+            part = Part(dtype, ends[dtype], entries, key=f"parameters/{block}/{len(parts)}")
             for index, group, members, start in places:
                 at = start
                 for p in members:
                     entries.append((p, at, numel_of(p)))
                     at += numel_of(p)
                 if index is not None and group is not None:
-                    placed[index] = SubGroup(index, group, block, tuple(members), host.narrow(0, start, at - start))
-            parts.append(Part(dtype, host, entries))
+                    placed[index] = SubGroup(index, group, block, tuple(members), part, start, at - start)
+            parts.append(part)
         blocks.append(BlockParameters(block, parts))
     return BlockLayout(tuple(blocks), tuple(placed[index] for index, _, _ in numbered))

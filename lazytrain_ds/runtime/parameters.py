@@ -12,8 +12,10 @@ Invariants (tests/runtime/test_parameters.py names each):
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -21,8 +23,9 @@ from torch.nn import Parameter
 
 from lazytrain_ds.errors import DeviceMemoryError, PlanError
 from lazytrain_ds.runtime.device.base import Device, Event
+from lazytrain_ds.runtime.swap import aligned_empty
 
-__all__ = ["BlockParameters", "ParameterStore", "SlotView"]
+__all__ = ["BlockParameters", "ParameterStore", "Part", "SlotView", "StagingPool"]
 
 PURPOSE = "parameters"
 
@@ -44,13 +47,24 @@ class SlotView:
 
 @dataclass
 class Part:
-    """The parameters of one dtype of a block: `host` is their flat home, `entries` are (parameter, offset, numel)."""
+    """The parameters of one dtype of a block; `entries` are (parameter, offset, numel).
+
+    `host` is their flat home, None while they live on NVMe (under `key`); then `staging` holds a copy on its way up.
+    """
 
     dtype: torch.dtype
-    host: torch.Tensor
+    numel: int
     entries: list[tuple[Parameter, int, int]]
+    host: torch.Tensor | None = None
+    key: str = ""
     slot: torch.Tensor | None = None
     event: Event | None = None
+    staging: torch.Tensor | None = None
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of one copy."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass
@@ -69,7 +83,7 @@ class BlockParameters:
     @property
     def byte_count(self) -> int:
         """Bytes of one copy."""
-        return sum(part.host.numel() * part.host.element_size() for part in self.parts)
+        return sum(part.byte_count for part in self.parts)
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter of the block."""
@@ -78,18 +92,76 @@ class BlockParameters:
                 yield parameter
 
 
+class _LateRead(Event):
+    """A read from NVMe that starts once the block's update has been written: by the worker, or by whoever waits."""
+
+    def __init__(self, nvme: Any, key: str, into: torch.Tensor, after: Sequence[Event]) -> None:
+        self._nvme, self._key, self._into, self._after = nvme, key, into, after
+        self._lock = threading.Lock()
+        self._ticket: Any = None
+        if all(event.done() for event in after):
+            self.start()
+
+    @property
+    def started(self) -> bool:
+        return self._ticket is not None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._ticket is None:
+                self._ticket = self._nvme.read(self._key, self._into)
+
+    def done(self) -> bool:
+        if not self.started and all(event.done() for event in self._after):
+            self.start()
+        return self.started and bool(self._ticket.done())
+
+    def wait(self) -> None:
+        for event in self._after:
+            event.wait()
+        self.start()
+        self._ticket.wait()
+
+
+class StagingPool:
+    """Host buffers that NVMe is read into or written from, by size; as many as are in use at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+        self.allocated_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """An aligned buffer of exactly this size."""
+        with self._lock:
+            free = self._free.get((numel, dtype))
+            if free:
+                return free.pop()
+            self.allocated_bytes += numel * dtype.itemsize
+        return aligned_empty(numel, dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        with self._lock:
+            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+
 class ParameterStore:
     """Fetches and releases blocks. `ready(block)` gives the events of updates that the next copy must wait for."""
 
-    def __init__(self, device: Device, blocks: Sequence[BlockParameters]) -> None:
+    def __init__(self, device: Device, blocks: Sequence[BlockParameters], nvme: Any = None) -> None:
+        """`nvme`: the NvmeStore of blocks whose parameters live there."""
         self.device = device
+        self.nvme = nvme
+        self.staging = StagingPool()
         self.blocks = list(blocks)
         self.block_of: dict[int, int] = {
             parameter.ds_id: block.index for block in self.blocks for parameter in block.parameters()
         }
         self.ready: Callable[[int], Sequence[Event]] = lambda block: ()
         self.on_stall: Callable[[int, float], None] = lambda block, seconds: None
-        self.before_issue: Callable[[int], Sequence[Event]] = lambda block: ()
+        self.before_issue: Callable[[int], None] = lambda block: None
+        self._late_reads: dict[int, list[_LateRead]] = {}
         self._free: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, Event]]] = {}
         self._slot_of_storage: dict[int, tuple[BlockParameters, Part]] = {}
         self._use_clock = 0
@@ -100,14 +172,14 @@ class ParameterStore:
     # -- slots -------------------------------------------------------------------------------------------------
     def _take(self, part: Part, block: BlockParameters, must: bool) -> Event | None:
         """Give `part` a slot; returns the event after which it may be written. DeviceMemoryError when none fits."""
-        key = (part.dtype, part.host.numel())
+        key = (part.dtype, part.numel)
         pool = self._free.get(key)
         if pool:
             part.slot, free_after = pool.pop()
             return free_after
         while True:
             try:
-                part.slot = self.device.allocate(part.host.numel(), part.dtype, PURPOSE)
+                part.slot = self.device.allocate(part.numel, part.dtype, PURPOSE)
                 return self.device.record()  # the allocator may hand out memory that queued compute still uses
             except DeviceMemoryError:
                 if not (self._trim() or (must and self._evict(block.index))):
@@ -163,14 +235,37 @@ class ParameterStore:
                 raise
             return False
         if block.stale or not block.resident:
-            after = [*waits, *self.ready(index), *self.before_issue(index)]
+            self.before_issue(index)
+            after = [*waits, *self.ready(index)]
             for part in block.parts:
-                part.event = self.device.copy_async(part.slot, part.host, "h2d", after)
+                source, arrived = self._source(part, index)
+                part.event = self.device.copy_async(part.slot, source, "h2d", [*after, *arrived])
                 self.copies += 1
-                self.copied_bytes += part.host.numel() * part.host.element_size()
+                self.copied_bytes += part.byte_count
         block.stale = False
         block.state = "in flight"
         return True
+
+    def _source(self, part: Part, block: int) -> tuple[torch.Tensor, Sequence[Event]]:
+        """Where the copy to the device comes from: the host home, or a staging buffer that NVMe is read into."""
+        if part.host is not None:
+            return part.host, ()
+        part.staging = self.staging.take(part.numel, part.dtype)
+        read = _LateRead(self.nvme, part.key, part.staging, self.ready(block))
+        if not read.started:
+            self._late_reads.setdefault(block, []).append(read)
+        return part.staging, (read,)
+
+    def home_changed(self, index: int) -> None:
+        """The block's update has gone home (called by the worker): reads that wait for it may start."""
+        for read in self._late_reads.pop(index, ()):
+            read.start()
+
+    def _arrived(self, part: Part) -> None:
+        part.event = None
+        if part.staging is not None:
+            self.staging.give(part.staging)
+            part.staging = None
 
     def need(self, index: int) -> None:
         """Make a block's parameters present for the compute that follows."""
@@ -183,7 +278,7 @@ class ParameterStore:
             for part in block.parts:
                 if part.event is not None:
                     seconds = self.device.compute_waits(part.event)
-                    part.event = None
+                    self._arrived(part)
                     if seconds:
                         self.on_stall(index, seconds)
             block.state = "present"
@@ -209,7 +304,7 @@ class ParameterStore:
             for part in block.parts:
                 if part.event is not None:
                     self.device.compute_waits(part.event)
-                    part.event = None
+                    self._arrived(part)
         done = self.device.record()
         for part in block.parts:
             for parameter, _, _ in part.entries:

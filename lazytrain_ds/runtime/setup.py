@@ -71,6 +71,7 @@ class Setup:
     policy: Policy
     quantizable: Callable[[Parameter], bool] = lambda parameter: False
     norm: Callable[[torch.Tensor], float] = squared_norm
+    nvme: Any = None
     store: ParameterStore | None = field(default=None, init=False)
     coordinator: LazyCoordinator | None = field(default=None, init=False)
 
@@ -96,17 +97,20 @@ class Setup:
             block.resident = self.policy.parameter_tier(block.index) == "device"
             block.pooled = block.index in self.block_modules
 
-    def precision_spans(self, parameters: Sequence[Parameter]) -> list[tuple[int, int, str]]:
-        """(offset, numel, precision) of each parameter of a sub-group, neighbours of one precision joined."""
+    def precision_spans(self, parameters: Sequence[Parameter], precision: str) -> list[tuple[int, int, str]]:
+        """(offset, numel, precision) of each parameter of a sub-group, neighbours of one precision joined.
+
+        `precision` is the sub-group's; parameters that may not have 8-bit states have fp32 ones all the same.
+        """
         spans: list[tuple[int, int, str]] = []
         at = 0
         for parameter in parameters:
             numel = parameter.partition_numel()
-            precision = "8bit" if self.quantizable(parameter) else "fp32"
-            if spans and spans[-1][2] == precision:
-                spans[-1] = (spans[-1][0], spans[-1][1] + numel, precision)
+            own = "8bit" if precision == "8bit" and self.quantizable(parameter) else "fp32"
+            if spans and spans[-1][2] == own:
+                spans[-1] = (spans[-1][0], spans[-1][1] + numel, own)
             else:
-                spans.append((at, numel, precision))
+                spans.append((at, numel, own))
             at += numel
         return spans
 

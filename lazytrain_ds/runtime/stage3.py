@@ -11,10 +11,12 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
@@ -23,7 +25,9 @@ from lazytrain_ds.errors import UnsupportedError
 from lazytrain_ds.runtime.coordinator import LazyCoordinator
 from lazytrain_ds.runtime.device.base import Event
 from lazytrain_ds.runtime.gradients import GradientStore
-from lazytrain_ds.runtime.layout import BlockLayout, build_layout
+from lazytrain_ds.runtime.layout import BlockLayout, SubGroup, build_layout
+from lazytrain_ds.runtime.optimizer_states import StateHomes
+from lazytrain_ds.runtime.parameter_homes import ParameterHomes
 from lazytrain_ds.runtime.parameters import ParameterStore
 from lazytrain_ds.runtime.setup import Setup
 from lazytrain_ds.runtime.updates import Update, Updater, make_updater
@@ -69,21 +73,21 @@ def _guarded(name: str) -> property:
 class _GroupBuffers:
     """Stands where upstream expects one flat buffer per parameter group: hands out each sub-group's place."""
 
-    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
-        self._by_offset: dict[int, torch.Tensor] = {}
+    def __init__(self, sub_groups: Sequence[SubGroup], homes: ParameterHomes) -> None:
+        self._places: dict[int, tuple[int, torch.Tensor]] = {}
         at = 0
-        for flat in flats:
-            self._by_offset[at] = flat
-            at += flat.numel()
+        for sub_group in sub_groups:
+            self._places[at] = (sub_group.numel, homes.place(sub_group))
+            at += sub_group.numel
         self._numel = at
 
     def numel(self) -> int:
         return self._numel
 
     def narrow(self, dimension: int, start: int, length: int) -> torch.Tensor:
-        flat = self._by_offset[start]
-        assert flat.numel() == length
-        return flat
+        numel, place = self._places[start]
+        assert numel == length
+        return place
 
 
 class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
@@ -141,32 +145,86 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self._lt_layout = build_layout(
             setup.parameters_of_block,
             self._lt_sub_groups_of_group,
-            setup.device.empty_host,
             lambda parameter: parameter.ds_tensor.ds_numel,
         )
-        flats = [sub_group.flat for sub_group in self._lt_layout.sub_groups]
+        self._lt_homes = ParameterHomes(
+            self._lt_layout,
+            lambda block: setup.policy.parameter_tier(block) == "nvme",
+            setup.device.empty_host,
+            setup.nvme,
+        )
         at = 0
         for sub_groups in self._lt_sub_groups_of_group:
-            self.param_groups_fp16_flat_cpu_memory.append(_GroupBuffers(flats[at : at + len(sub_groups)]))
+            members = self._lt_layout.sub_groups[at : at + len(sub_groups)]
+            self.param_groups_fp16_flat_cpu_memory.append(_GroupBuffers(members, self._lt_homes))
             at += len(sub_groups)
+
+    def _move_to_flat_buffer(self, param_list: Any, flat_buffer: torch.Tensor, avoid_copy: bool = False) -> None:
+        if flat_buffer.numel():  # a block on NVMe is moved as a whole, in `ParameterHomes.settle`
+            super()._move_to_flat_buffer(param_list, flat_buffer, avoid_copy)
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         self.param_groups_fp16_flat_cpu_memory = []
-        trainable = {id(p) for group in self.fp16_groups for p in group}
-        for block in self._lt_layout.blocks:
-            for part in block.parts:
-                for parameter, offset, numel in part.entries:
-                    if id(parameter) not in trainable:
-                        place = part.host.narrow(0, offset, numel)
-                        place.copy_(parameter.ds_tensor.data.reshape(-1)[:numel])
-                        parameter.ds_tensor.data = place
+        self._lt_homes.flats = self._lt_fp16_flat
+        self._lt_homes.wait_for_update = self._lt_wait
+        self._lt_homes.settle()
 
-    def initialize_optimizer_states(self) -> None:
-        """States are allocated here, so that memory does not grow at the first step; gradients need no fp32 copy."""
+    def _setup_for_real_optimizer(self) -> None:
+        """Masters, states and gradient buffers per sub-group, allocated now: memory does not grow at the first step."""
+        setup = self.lazytrain
+        self._lt_states = StateHomes(setup.device, self.optimizer, self._lt_updater, setup.nvme)
+        self.subgroup_to_device = {}
+        gradients: dict[int, torch.Tensor] = {}
+        self._lt_group_gradients: list[torch.Tensor] = []
         for sub_group in self._lt_layout.sub_groups:
-            spans = self.lazytrain.precision_spans(sub_group.parameters)
-            self._lt_updater.prepare(self.fp32_partitioned_groups_flat[sub_group.index], spans)
+            tier = setup.policy.sub_group(sub_group.block).tier if self._lt_one_rank else "host"
+            with self._lt_homes.at_hand(sub_group) as values:
+                spans = setup.precision_spans(sub_group.parameters, setup.policy.sub_group(sub_group.block).precision)
+                master = self._lt_states.add(values, tier, spans)
+            master.ds_id = f"{sub_group.parameters[0].ds_id}_{sub_group.parameters[-1].ds_id}"
+            self.fp32_partitioned_groups_flat.append(master)
+            self.subgroup_to_device[sub_group.index] = "cpu"
+            buffer = torch.zeros(sub_group.numel, dtype=self.gradient_accumulation_dtype)
+            self._lt_group_gradients.append(buffer)
+            at = 0
+            for parameter in sub_group.parameters:
+                gradients[parameter.ds_id] = buffer.narrow(0, at, parameter.partition_numel())
+                at += parameter.partition_numel()
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = gradients
+        self.grad_partitions_flat_buffer = None
+        for param_group in self.optimizer.param_groups:
+            param_group["params"] = []
+        self._create_next_swappable_fp32_groups()
+        dist.barrier()
+        if self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                bucket.buffer = torch.empty(
+                    self.reduce_bucket_size, dtype=dtype, device=get_accelerator().current_device_name()
+                )
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """Upstream gathers every parameter once, for its shape alone; one rank can have the shape without the data."""
+        if not self._lt_one_rank:
+            super().create_reduce_and_remove_grad_hooks()
+            return
+        gathers = {}
+        for parameter in (p for group in self.fp16_groups for p in group):
+            gathers[parameter] = (parameter.all_gather, parameter.partition)
+
+            def show(parameter: Parameter = parameter) -> None:
+                shape = parameter.ds_shape
+                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(shape)
+
+            def hide(parameter: Parameter = parameter) -> None:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+            parameter.all_gather, parameter.partition = show, hide
+        try:
+            super().create_reduce_and_remove_grad_hooks()
+        finally:
+            for parameter, (gather, partition) in gathers.items():
+                parameter.all_gather, parameter.partition = gather, partition
 
     def _lt_finish(self) -> None:
         setup = self.lazytrain
@@ -174,14 +232,10 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self._lt_gradients = GradientStore(setup.device, self._lt_worker, buffers, setup.norm)
         trainable = {p.ds_id for group in self.fp16_groups for p in group}
         self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
-        self._lt_group_gradients = []
-        at = 0
-        for numel in self.fp16_partitioned_groups_flat_numel:
-            self._lt_group_gradients.append(self.grad_partitions_flat_buffer.narrow(0, at, numel))
-            at += numel
         if not self._lt_one_rank:
             return
-        self._lt_store = ParameterStore(setup.device, self._lt_layout.blocks)
+        self._lt_store = ParameterStore(setup.device, self._lt_layout.blocks, setup.nvme)
+        self._lt_store.before_issue = lambda block: self._lt_homes.check_in_idle()
         self._lt_store.ready = lambda block: [self._lt_ready[block]] if block in self._lt_ready else ()
         coordinator: LazyCoordinator = self.parameter_offload.param_coordinator
         setup.attach(self._lt_store, coordinator)
@@ -189,22 +243,37 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self._lt_wrap_gathers()
 
     def _lt_wrap_gathers(self) -> None:
-        """Whoever gathers a parameter by DeepSpeed's own calls waits for that parameter's update only."""
+        """Whoever gathers by DeepSpeed's own calls waits for that block's update, and has it brought from NVMe."""
 
         def wrap(parameter: Parameter, name: str) -> None:
             original: Callable[..., Any] = getattr(parameter, name)
 
             def gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
                 wanted = [parameter] if param_list is None else list(param_list)
-                for each in wanted:
-                    self._lt_wait(self._lt_block_of.get(id(each)))
+                for block in {self._lt_block_of[id(each)] for each in wanted if id(each) in self._lt_block_of}:
+                    self._lt_wait(block)
+                    self._lt_homes.check_out(block)
                 return original(param_list, *args, **kwargs)
 
             setattr(parameter, name, gather)
 
+        def wrap_partition(parameter: Parameter) -> None:
+            original: Callable[..., Any] = parameter.partition
+
+            def partition(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+                wanted = [parameter] if param_list is None else list(param_list)
+                if kwargs.get("has_been_updated") or (len(args) > 1 and args[1]):
+                    for each in wanted:
+                        self._lt_homes.changed(self._lt_block_of[id(each)])
+                        self._lt_store.blocks[self._lt_block_of[id(each)]].stale = True
+                return original(param_list, *args, **kwargs)
+
+            parameter.partition = partition
+
         for parameter in self.module.parameters():
             for name in ("all_gather", "all_gather_coalesced"):
                 wrap(parameter, name)
+            wrap_partition(parameter)
 
     # -- waiting -----------------------------------------------------------------------------------------------
     def drain(self) -> None:
@@ -212,7 +281,9 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         worker = self._lt_worker
         if worker is not None and not self._lt_inside_step and not worker.is_current_thread():
             worker.drain()
-            self._lt_ready.clear()
+            if self._lt_ready:
+                self._lt_ready.clear()
+                self._lt_states.settle()
 
     def _lt_wait(self, block: int | None) -> None:
         event = self._lt_ready.get(block) if block is not None else None
@@ -307,29 +378,39 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         super()._post_step(timer_names)
 
     def _lt_run_updates(self) -> None:
+        """One job per block, in forward order: all its sub-groups, then the block's event."""
         layout = self._lt_layout
-        jobs = sorted(self._lt_jobs, key=lambda job: (layout.sub_groups[job[0]].block, job[0]))
+        by_block: dict[int, list[Update]] = {}
+        for index, hyper, scale in self._lt_jobs:
+            sub_group = layout.sub_groups[index]
+            spans = self._lt_spans(sub_group.parameters)
+            if spans != ():
+                update = Update(index, self._lt_group_gradients[index], hyper, scale, spans)
+                by_block.setdefault(sub_group.block, []).append(update)
         self._lt_jobs = []
         hidden = self._lt_one_rank and self.lazytrain.policy.optimizer_step() == "hidden"
-        for index, hyper, scale in jobs:
-            sub_group = layout.sub_groups[index]
-            update = Update(
-                sub_group=index,
-                master=self._lt_fp32_flat[index],
-                gradient=self._lt_group_gradients[index],
-                low_precision=self._lt_fp16_flat[index],
-                hyper=hyper,
-                gradient_scale=scale,
-                spans=self._lt_spans(sub_group.parameters),
-            )
+        blocks = sorted(by_block)
+        self._lt_homes.check_in_idle()
+        self._lt_states.order([update.sub_group for block in blocks for update in by_block[block]])
+        for block in blocks:
             if hidden:
-                self._lt_ready[sub_group.block] = self._lt_worker.submit(
-                    lambda update=update: self._lt_updater.apply(update)
-                )
+                self._lt_ready[block] = self._lt_worker.submit(partial(self._lt_update_block, block, by_block[block]))
             else:
-                self._lt_updater.apply(update)
+                self._lt_update_block(block, by_block[block])
             if self._lt_one_rank:
-                self._lt_store.updated(sub_group.block)
+                self._lt_store.updated(block)
+        if not hidden:
+            self._lt_states.settle()
+
+    def _lt_update_block(self, block: int, updates: Sequence[Update]) -> None:
+        sub_groups = tuple(self._lt_layout.sub_groups[update.sub_group] for update in updates)
+        whole = all(update.spans is None for update in updates)
+        with self._lt_homes.open_for_update(block, sub_groups, whole) as place:
+            for update, sub_group in zip(updates, sub_groups, strict=True):
+                with self._lt_states.at_hand(update.sub_group) as states:
+                    self._lt_updater.apply(update, states, place(sub_group))
+        if self._lt_one_rank:
+            self._lt_store.home_changed(block)
 
     def _lt_spans(self, parameters: Sequence[Parameter]) -> tuple[tuple[int, int], ...] | None:
         """Runs of parameters that got a gradient; None when all did. Plain PyTorch skips the others as well."""
@@ -364,6 +445,7 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self.drain()
         if self._lt_one_rank and hasattr(self, "_lt_store"):
             self._lt_store.close()
+        self._lt_states.close()
         self._lt_worker.close()
         super().destroy()
 

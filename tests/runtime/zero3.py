@@ -83,10 +83,14 @@ def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1) -> An
 
 
 def random_plan(
-    instance: Any, seed: int, tiers: tuple[str, ...] = ("device", "host"), activations: bool = False
+    instance: Any,
+    seed: int,
+    tiers: tuple[str, ...] = ("device", "host"),
+    activations: bool = False,
+    states: tuple[str, ...] = ("host",),
 ) -> Any:
     """Parameters placed at random; with `activations` also what is recomputed, dropped and offloaded to the host."""
-    from lazytrain_ds.planning.plan import BlockPlan, Plan
+    from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 
     chance = random.Random(seed)
     micro_batch = instance.micro_batches[0]
@@ -98,6 +102,7 @@ def random_plan(
         homes = ["device", "host"] if activations else ["device"]
         if activations and choice.kind == "boundary" and before == "boundary":
             homes += ["dropped", "dropped"]
+        tier = chance.choice(states)
         saved = chance.choice(["device", "host"]) if activations and choice.offloadable_bytes else "device"
         blocks.append(
             BlockPlan(
@@ -108,6 +113,7 @@ def random_plan(
                 keep_parameters=chance.random() < 0.4,
                 parameter_lead=chance.randrange(4),
                 activation_lead=chance.randrange(3),
+                optimizer=SubGroupPlan(tier, "fp32", "device" if tier == "device" else "host"),
             )
         )
     step = chance.choice(("hidden", "serial"))
@@ -116,14 +122,16 @@ def random_plan(
     return plan
 
 
-def bare_setup(model: nn.Module, instance: Any, plan: Any, device: Any) -> Any:
+def bare_setup(model: nn.Module, instance: Any, plan: Any, device: Any, nvme: Any = None) -> Any:
     """A Setup without config: enough for parameters, gradients and updates."""
     from lazytrain_ds.runtime.policy import PlanPolicy
     from lazytrain_ds.runtime.setup import BlockModules, Setup
     from lazytrain_ds.workload.blocks import find_blocks
 
     table = find_blocks(model)
-    return Setup(None, BlockModules.resolve(model, table), device, instance, plan, PlanPolicy(plan, instance, table))
+    setup = Setup(None, BlockModules.resolve(model, table), device, instance, plan, PlanPolicy(plan, instance, table))
+    setup.nvme = nvme
+    return setup
 
 
 def engine_for(
@@ -133,6 +141,8 @@ def engine_for(
     device: Any = None,
     optimizer: Any = None,
     tiers: tuple[str, ...] = ("device", "host"),
+    nvme: Any = None,
+    states: tuple[str, ...] = ("host",),
 ) -> Any:
     """A DeepSpeed engine; with a seed its ZeRO-3 optimizer is ours under the random plan of it, without it is stock."""
     one_process_group()
@@ -146,7 +156,8 @@ def engine_for(
 
         rounds = config["gradient_accumulation_steps"]
         instance = flat_instance(model, rounds=rounds)
-        setup = bare_setup(model, instance, random_plan(instance, seed, tiers), device or CpuDevice())
+        plan = random_plan(instance, seed, tiers, states=states)
+        setup = bare_setup(model, instance, plan, device or CpuDevice(), nvme)
         upstream.DeepSpeedZeroOptimizer_Stage3 = type("LazyStage3", (LazyStage3,), {"lazytrain": setup})
     try:
         engine, *_ = deepspeed.initialize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -12,8 +13,31 @@ from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event
 
 
+class _LateCopy(Event):
+    """A copy whose dependencies were not done when it was issued: made by whoever waits for it, or sees them done."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> None:
+        self._work: tuple[torch.Tensor, torch.Tensor, Sequence[Event]] | None = (target, source, after)
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        work = self._work
+        if work is not None and all(event.done() for event in work[2]):
+            self.wait()
+        return self._work is None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                target, source, after = self._work
+                for event in after:
+                    event.wait()
+                target.copy_(source)
+                self._work = None
+
+
 class CpuDevice(Device):
-    """`copy_async` waits for its dependencies and copies before it returns."""
+    """`copy_async` copies before it returns, or, where a dependency is not done, when it is waited for."""
 
     name = "cpu"
 
@@ -26,8 +50,10 @@ class CpuDevice(Device):
     def copy_async(
         self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
     ) -> Event:
+        if not all(event.done() for event in after):
+            return _LateCopy(target, source, after)
         for event in after:
-            event.wait()
+            event.wait()  # raises the error of failed work
         target.copy_(source)
         return DoneEvent()
 

@@ -1,0 +1,159 @@
+"""The lasting home of each block's low-precision parameters: a flat host buffer, or NVMe.
+
+DeepSpeed and the user's code read a parameter through `ds_tensor` (gathering, saving, exporting). For a block on NVMe
+that is an empty shell; whoever gathers one of its parameters first has the block *checked out* to host memory, and it
+is checked in again (written back only if something changed it) before the next fetch from NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.nn import Parameter
+
+from lazytrain_ds.runtime.layout import BlockLayout, SubGroup
+from lazytrain_ds.runtime.parameters import Part, StagingPool
+
+__all__ = ["ParameterHomes"]
+
+
+class ParameterHomes:
+    """`flats` is DeepSpeed's list of low-precision sub-group buffers; entries of blocks on NVMe are empty."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        on_nvme: Callable[[int], bool],
+        empty_host: Callable[[int, torch.dtype], torch.Tensor],
+        nvme: object = None,
+    ) -> None:
+        self.layout = layout
+        self.nvme = nvme
+        self.staging = StagingPool()
+        self.on_nvme = frozenset(block.index for block in layout.blocks if on_nvme(block.index))
+        self.flats: list[torch.Tensor] | None = None
+        self.wait_for_update: Callable[[int], None] = lambda block: None
+        self._empty_host = empty_host
+        self._checked_out: dict[int, bool] = {}
+        for block in layout.blocks:
+            if block.index not in self.on_nvme:
+                for part in block.parts:
+                    part.host = empty_host(part.numel, part.dtype)
+
+    # -- construction ------------------------------------------------------------------------------------------
+    def place(self, sub_group: SubGroup) -> torch.Tensor:
+        """Where DeepSpeed is to move a sub-group: its place in host memory, or an empty tensor for NVMe."""
+        if sub_group.part.host is None:
+            return torch.empty(0, dtype=sub_group.part.dtype)
+        return sub_group.within(sub_group.part.host)
+
+    def settle(self) -> None:
+        """Move what DeepSpeed has not: frozen parameters into their buffers, whole blocks to NVMe, one at a time."""
+        moved = {id(p) for group in self.layout.sub_groups if group.part.host is not None for p in group.parameters}
+        for block in self.layout.blocks:
+            for part in block.parts:
+                buffer = part.host if part.host is not None else self.staging.take(part.numel, part.dtype)
+                for parameter, offset, numel in part.entries:
+                    if id(parameter) not in moved:
+                        place = buffer.narrow(0, offset, numel)
+                        place.copy_(parameter.ds_tensor.data.reshape(-1)[:numel])
+                        parameter.ds_tensor.data = place if part.host is not None else buffer.new_empty(0)
+                        parameter.ds_tensor.final_location = "not-nvme"
+                if part.host is None:
+                    self.nvme.write(part.key, buffer).wait()
+                    self.staging.give(buffer)
+
+    @contextmanager
+    def at_hand(self, sub_group: SubGroup) -> Iterator[torch.Tensor]:
+        """The sub-group's values for reading, wherever they live."""
+        part = sub_group.part
+        if part.host is not None:
+            yield sub_group.within(part.host)
+            return
+        buffer = self.staging.take(part.numel, part.dtype)
+        self.nvme.read(part.key, buffer).wait()
+        try:
+            yield sub_group.within(buffer)
+        finally:
+            self.staging.give(buffer)
+
+    # -- updates -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def open_for_update(
+        self, block: int, sub_groups: tuple[SubGroup, ...], whole: bool
+    ) -> Iterator[Callable[[SubGroup], torch.Tensor]]:
+        """Gives where each sub-group's new weights are to be written; a block on NVMe goes home at the end.
+
+        `whole`: the updates write all of these sub-groups; what they leave out (frozen parameters) is read first.
+        Runs on the worker: what the main thread sees of a block on NVMe (`part.host` is None) does not change.
+        """
+        self.changed(block)
+        parts = {id(group.part): group.part for group in sub_groups if group.part.host is None}
+        buffers: dict[int, torch.Tensor] = {}
+        for key, part in parts.items():
+            buffers[key] = self.staging.take(part.numel, part.dtype)
+            written = sum(group.numel for group in sub_groups if group.part is part)
+            if not whole or written < sum(numel for _, _, numel in part.entries):
+                self.nvme.read(part.key, buffers[key]).wait()
+        yield lambda group: group.within(buffers[id(group.part)] if group.part.host is None else group.part.host)
+        for key, part in parts.items():
+            # The store keeps the order of a key: the next fetch reads what is written here.
+            self.nvme.write(part.key, buffers[key]).wait()
+            self.staging.give(buffers[key])
+
+    # -- for DeepSpeed and the user ------------------------------------------------------------------------------
+    def check_out(self, block: int, *, changing: bool = False) -> None:
+        """Bring a block from NVMe to host memory and point `ds_tensor` and `flats` at it."""
+        if block not in self.on_nvme:
+            return
+        if block not in self._checked_out:
+            self.check_in_idle(keep=1)
+            for part in self.layout.blocks[block].parts:
+                part.host = self.staging.take(part.numel, part.dtype)
+                self.nvme.read(part.key, part.host).wait()
+                for parameter, offset, numel in part.entries:
+                    parameter.ds_tensor.data = part.host.narrow(0, offset, numel)
+            self._point_flats(block)
+            self._checked_out[block] = False
+        if changing:
+            self._checked_out[block] = True
+
+    def changed(self, block: int) -> None:
+        """Somebody wrote to a checked-out block: it must be written back."""
+        if block in self._checked_out:
+            self._checked_out[block] = True
+
+    def check_in_idle(self, keep: int = 0) -> None:
+        """Send checked-out blocks home, except the last `keep` and those with a parameter still gathered."""
+        idle = [
+            block
+            for block in self._checked_out
+            if all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self.layout.blocks[block].parameters())
+        ]
+        for block in idle[: len(idle) - keep] if keep else idle:
+            self.wait_for_update(block)
+            dirty = self._checked_out.pop(block)
+            for part in self.layout.blocks[block].parts:
+                self._send_home(part, dirty)
+            self._point_flats(block)
+
+    def _send_home(self, part: Part, dirty: bool) -> None:
+        buffer, part.host = part.host, None
+        for parameter, _, _ in part.entries:
+            parameter.ds_tensor.data = buffer.new_empty(0)
+        if dirty:
+            self.nvme.write(part.key, buffer).wait()
+        self.staging.give(buffer)
+
+    def _point_flats(self, block: int) -> None:
+        if self.flats is not None:
+            for sub_group in self.layout.of_block(block):
+                self.flats[sub_group.index] = self.place(sub_group)
+
+    def block_of(self, parameters: list[Parameter]) -> set[int]:
+        """Blocks on NVMe that own any of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return {block for block in self.on_nvme if any(id(p) in wanted for p in self.layout.blocks[block].parameters())}
