@@ -15,7 +15,7 @@ from lazytrain_ds.planning.moves import Freedom, Space, pick
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-__all__ = ["Search", "activations_of", "better"]
+__all__ = ["Search", "activations_of", "better", "with_lead"]
 
 # A move must gain at least this share of the step, so that rounding noise does not send the search in circles.
 _LEAST_GAIN = 1e-7
@@ -50,11 +50,11 @@ class Search:
             self._seen[key] = found
         return found
 
-    def improve(self, plan: Plan) -> tuple[Plan, Outcome]:
-        """Repeat all moves until none helps or the budget is spent."""
+    def improve(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
+        """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds."""
         outcome = self.evaluate(plan) or self.simulator.run(plan)
         improved = True
-        while improved and self.left > 0:
+        while improved and self.left > 0 and not (outcome.fits and outcome.step_seconds <= good):
             improved = False
             for attempt in (self._whole_plan, self._block_moves, self._swaps):
                 found = attempt(plan, outcome)
@@ -78,10 +78,10 @@ class Search:
             for mode in allowed.step_modes:
                 candidates.append(partial(_with_step, mode=mode))
             for lead in range(allowed.longest_lead + 1):
-                candidates.append(partial(_with_lead, field="parameter_lead", lead=lead))
+                candidates.append(partial(with_lead, field="parameter_lead", lead=lead))
         if self.freedom.activations:
             for lead in range(allowed.longest_lead + 1):
-                candidates.append(partial(_with_lead, field="activation_lead", lead=lead))
+                candidates.append(partial(with_lead, field="activation_lead", lead=lead))
         for change in candidates:
             candidate = change(plan)
             result = self._try(candidate, outcome)
@@ -134,7 +134,7 @@ def _with_step(plan: Plan, mode: StepMode) -> Plan:
     return replace(plan, optimizer_step=mode)
 
 
-def _with_lead(plan: Plan, field: str, lead: int) -> Plan:
+def with_lead(plan: Plan, field: str, lead: int) -> Plan:
     return replace(plan, blocks=tuple(replace(block, **{field: lead}) for block in plan.blocks))  # type: ignore[arg-type]
 
 
