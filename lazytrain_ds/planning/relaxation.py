@@ -49,6 +49,11 @@ class Group:
     parameters: list[tuple[TierName, bool]]
     optimizers: list[SubGroupPlan]
 
+    def __post_init__(self) -> None:
+        self.activation_index = {option: index for index, option in enumerate(self.activations)}
+        self.parameter_index = {option: index for index, option in enumerate(self.parameters)}
+        self.optimizer_index = {option: index for index, option in enumerate(self.optimizers)}
+
     @property
     def size(self) -> int:
         return len(self.blocks)
@@ -420,10 +425,10 @@ class Relaxation:
         for block, decided in enumerate(plan.blocks):
             g = self.group_of[block]
             group = self.groups[g]
-            more(Key(g, "activation", group.activations.index(self.option_of(block, decided))))
-            more(Key(g, "parameter", group.parameters.index(self.parameter_of(decided))))
+            more(Key(g, "activation", group.activation_index[self.option_of(block, decided)]))
+            more(Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]))
             if group.numbers.trainable:
-                more(Key(g, "optimizer", group.optimizers.index(decided.optimizer)))
+                more(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
                 on_device = decided.optimizer.step_device == "device"
                 if decided.resident and not on_device:
                     more(Key(g, "write_back"))
@@ -449,11 +454,40 @@ class Relaxation:
         return decided.parameter_tier, decided.keep_parameters and decided.parameter_tier != "device"
 
     def seconds(self, counts: dict[Key, float]) -> float:
-        """The model's step time for given counts: the MILP's objective."""
+        """The model's step time for given counts: the MILP's objective, with re-runs' fetches."""
         first = max(row.value(counts) for row in self.times["first"])
         forward = max(row.value(counts) for row in self.times["forward"])
         backward = max(row.value(counts) for row in self.times["backward"])
-        first = max(first, forward if self.mode == "hidden" else 0.0)
         micro = max(row.value(counts) for row in self.times["micro"])
         total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
         return max(total, *(row.value(counts) for row in self.times["step"]))
+
+    def least_seconds(self, counts: dict[Key, float]) -> float:
+        """No plan with these counts has a shorter step: what prefetches before backward may save is taken off."""
+        lead = self.instance.allowed.longest_lead
+        longest = max(block.parameter_bytes for block in self.costs.blocks)
+        relief = {
+            "h2d": lead * self.costs.h2d.seconds(longest),
+            "nvme_read": lead * self.costs.nvme_read.seconds(longest),
+        }
+        # A re-run's parameters may still be there: its fetch is no certain cost.
+        counts = {key: value for key, value in counts.items() if key.kind != "refetch"}
+
+        def longest_of(phase: Phase) -> float:
+            reduced = phase in ("backward", "micro")
+            return max(row.value(counts) - (relief.get(row.name, 0.0) if reduced else 0.0) for row in self.times[phase])
+
+        first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
+        return max(total, *step)
+
+    def least_excess(self, counts: dict[Key, float]) -> float:
+        """Bytes above the caps that every plan with these counts has at least."""
+        excess = 0.0
+        for tier in TIERS:
+            need = self.memory[tier].value(counts)
+            if tier == "device":
+                need += max(self.turn.value(counts), self.next.value(counts) if self.instance.block_count > 1 else 0.0)
+            excess += max(0.0, need - self.costs.caps[tier])
+        return excess
