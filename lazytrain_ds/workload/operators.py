@@ -6,7 +6,7 @@ Works on fake and on real tensors: only shapes, dtypes and storage identities ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Operator:
     """One executed operator.
 
     `made`, `made_bytes`: serials and sizes of the storages it created (none for a view or an in-place operator).
-    `bytes_moved`: its inputs and outputs, 0 for a view.
+    `bytes_moved`: its inputs and outputs, 0 for a view. `written`: serials of storages it changes in place.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Operator:
     bytes_moved: int
     made: tuple[int, ...]
     made_bytes: tuple[int, ...]
+    written: tuple[int, ...] = ()
 
 
 class Storages:
@@ -122,12 +123,25 @@ class OperatorTrace(TorchDispatchMode):
         if made or mutates:
             moved = sum(_tensor_bytes(tensor) for tensor in inputs) + sum(_tensor_bytes(tensor) for tensor in outputs)
         flops = operator_flops(func, args, kwargs, result) if made or mutates else 0
-        self.operators.append(Operator(str(func), flops, moved, tuple(made), tuple(made.values())))
+        written = tuple(self.storages.serial(tensor) for tensor in written_tensors(func, args, kwargs))
+        self.operators.append(Operator(str(func), flops, moved, tuple(made), tuple(made.values()), written))
         if self.watch:
             self._live = {key: entry for key, entry in self._live.items() if not entry[1].expired()}
             self.live_bytes = sum(size for size, _ in self._live.values())
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return result
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments of a call that the operator writes to."""
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor):
+                    yield item
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
