@@ -5,32 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ortools.math_opt.python import mathopt
-
-from lazytrain_ds.errors import InfeasibleError, PlanError
+from lazytrain_ds.errors import InfeasibleError
 from lazytrain_ds.planning.instance import Instance
+from lazytrain_ds.planning.milp import solver_type
 from lazytrain_ds.planning.paper import PaperProblem, solve_paper
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.rules import apply
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-__all__ = ["SOLVERS", "paper_plan", "solver_type"]
-
-SOLVERS: Final = {
-    "auto": mathopt.SolverType.HIGHS,
-    "highs": mathopt.SolverType.HIGHS,
-    "scip": mathopt.SolverType.GSCIP,
-    "cp_sat": mathopt.SolverType.CP_SAT,
-}
+__all__ = ["paper_plan"]
 
 _NODE_LIMIT: Final = 20_000
-
-
-def solver_type(name: str) -> mathopt.SolverType:
-    """The MathOpt solver called `name`; PlanError for another name."""
-    if name not in SOLVERS:
-        raise PlanError(f"unknown solver {name!r}; there are {', '.join(SOLVERS)}")
-    return SOLVERS[name]
 
 
 def _recomputed_run(instance: Instance, plan: Plan) -> tuple[int, int]:

@@ -54,21 +54,20 @@ class _State:
     additions: tuple[float, float] = (0.0, 0.0)
     tails: tuple[tuple[float, int], ...] = ()
 
-    def relative(self) -> tuple[float, ...]:
-        """Comparable form: how long after `now` everything lasts."""
+    def relative(self, settled: float, optimizer: bool) -> tuple[float, ...]:
+        """Comparable form: how long after `now` everything lasts, as far as it can matter to what follows.
+
+        The host only works on gradients again `settled` seconds later, so what it finishes by then leaves no trace;
+        when the last gradient is in matters only where an optimizer step follows (`optimizer`).
+        """
         now = self.now
-        values = (
-            self.h2d,
-            self.d2h,
-            self.nvme_read,
-            self.nvme_write,
-            self.host,
-            self.last_gradient,
-            *self.copies,
-            *self.additions,
-        )
-        tails = [value for end, byte_count in self.tails if end > now for value in (end - now, float(byte_count))]
-        return (*(max(0.0, value - now) for value in values), *tails)
+        busy = (self.h2d, self.d2h, self.nvme_read, self.nvme_write, *self.copies)
+        values = [max(0.0, value - now) for value in busy]
+        if optimizer:
+            values += [max(0.0, value - now) for value in (self.host, self.last_gradient)]
+        values += [value - now if value - now > settled else 0.0 for value in (self.host, *self.additions)]
+        values += [value for end, byte_count in self.tails if end > now for value in (end - now, float(byte_count))]
+        return tuple(values)
 
     def rebased(self) -> _State:
         """The same state with `now` at 0."""
@@ -98,6 +97,7 @@ class Playback:
         self.program = program
         self.device_peak = 0
         self.host_peak = 0
+        self.waits: list[tuple[int, float]] | None = None
         n = program.block_count
         self.first_issues = [
             sorted((*issues, *backs)) if backs else issues
@@ -128,6 +128,7 @@ class Playback:
         """(seconds, stalls) of the distinct micro-steps, how often the last one repeats, the state at the start."""
         rounds = self.program.rounds
         scale = sum(self.visit_seconds) or 1.0
+        settled = sum(self.visit_seconds[: self.program.turn + 1])
         begin = self._guess()
         for _ in range(_LONGEST_WARM_UP):
             played: list[tuple[float, dict[str, float]]] = []
@@ -135,13 +136,15 @@ class Playback:
             played.append((seconds, stalls))
             repeats = 1
             while len(played) < rounds:
-                before = state.relative()
+                before = state.relative(settled, False)
                 state, seconds, stalls = self.micro_step(state.rebased(), len(played), None)
                 played.append((seconds, stalls))
-                if len(played) < rounds and (_same(before, state.relative(), scale) or len(played) > _LONGEST_WARM_UP):
+                if len(played) < rounds and (
+                    _same(before, state.relative(settled, False), scale) or len(played) > _LONGEST_WARM_UP
+                ):
                     repeats = rounds - len(played) + 1
                     break
-            if _same(begin.relative(), state.relative(), scale):
+            if _same(begin.relative(settled, True), state.relative(settled, True), scale):
                 return played, repeats, begin
             begin = state.rebased()
         return played, repeats, begin
@@ -310,6 +313,8 @@ class Playback:
             if kind == BACKWARD and copies[0] > start and gradients[block][0]:
                 stalls["d2h"] += copies[0] - start
                 start = copies[0]
+            if self.waits is not None and start > now:
+                self.waits.append((position, start - now))
             while tails and tails[0][0] <= start:
                 end, byte_count = tails.popleft()
                 tail_bytes -= byte_count

@@ -8,6 +8,7 @@ copies linger; every other byte is a function of the visit, so it is summed up h
 
 from __future__ import annotations
 
+from itertools import accumulate as running_sum
 from typing import Final, Literal, NamedTuple
 
 from lazytrain_ds.planning.costs import Costs
@@ -141,11 +142,7 @@ class Program:
 
     @staticmethod
     def _running(steps: list[int]) -> list[int]:
-        level, result = 0, []
-        for change in steps[:-1]:
-            level += change
-            result.append(level)
-        return result
+        return list(running_sum(steps[:-1]))
 
     # ---- parameters
 
@@ -338,37 +335,58 @@ class Program:
     def _total(self) -> None:
         """Bytes and busy seconds per channel and optimizer step; they do not depend on timing."""
         rounds = self.rounds
-        moved = {"h2d": [0, 0.0], "d2h": [0, 0.0], "nvme_read": [0, 0.0], "nvme_write": [0, 0.0], "host": [0, 0.0]}
-
-        def add(channel: str, times: int, byte_count: int, seconds: float) -> None:
-            if seconds > 0:
-                moved[channel][0] += times * byte_count
-                moved[channel][1] += times * seconds
-
+        h2d_bytes = d2h_bytes = read_bytes = write_bytes = 0
+        h2d = d2h = read = write = host = 0.0
         for issues in self.issues:
-            for issue in issues:
-                add("h2d", rounds, issue.byte_count, issue.h2d_seconds)
-                add("nvme_read", rounds, issue.byte_count, issue.read_seconds)
+            for _, _, _, _, byte_count, seconds, read_seconds in issues:
+                h2d_bytes += byte_count
+                h2d += seconds
+                if read_seconds:
+                    read_bytes += byte_count
+                    read += read_seconds
+        for offloads in (*self.offloads, self.first_offloads):
+            for _, _, byte_count, seconds, write_seconds in offloads:
+                d2h_bytes += byte_count
+                d2h += seconds
+                if write_seconds:
+                    write_bytes += byte_count
+                    write += write_seconds
+        for byte_count, seconds, accumulate in self.gradient:
+            d2h_bytes += byte_count
+            d2h += seconds
+            host += accumulate
+        # So far one micro-step (the first one adds no gradient); from here on what happens once a step.
+        h2d_bytes, d2h_bytes, read_bytes, write_bytes = (
+            rounds * value for value in (h2d_bytes, d2h_bytes, read_bytes, write_bytes)
+        )
+        h2d, d2h, read, write, host = rounds * h2d, rounds * d2h, rounds * read, rounds * write, (rounds - 1) * host
         for backs in self.write_backs:
             for back in backs:
-                add("h2d", 1, back.byte_count, back.h2d_seconds)
-        for offloads in (*self.offloads, self.first_offloads):
-            for offload in offloads:
-                add("d2h", rounds, offload.byte_count, offload.d2h_seconds)
-                add("nvme_write", rounds, offload.byte_count, offload.write_seconds)
-        for byte_count, seconds, accumulate in self.gradient:
-            add("d2h", rounds, byte_count, seconds)
-            add("host", rounds - 1, 0, accumulate)
+                h2d_bytes += back.byte_count
+                h2d += back.h2d_seconds
         self.device_step_seconds = 0.0
         for update in self.updates:
             if update.on_device:
                 self.device_step_seconds += update.seconds
             else:
-                add("host", 1, 0, update.seconds)
-            add("nvme_read", 1, update.state_bytes, update.read_seconds)
-            add("nvme_write", 1, update.state_bytes, update.write_seconds)
-            add("d2h", 1, update.parameter_bytes, update.parameter_d2h_seconds)
-            add("nvme_write", 1, update.parameter_bytes, update.parameter_write_seconds)
-        self.moved = {name: (int(entry[0]), float(entry[1])) for name, entry in moved.items()}
+                host += update.seconds
+            if update.read_seconds:
+                read_bytes += update.state_bytes
+                read += update.read_seconds
+                write_bytes += update.state_bytes
+                write += update.write_seconds
+            if update.parameter_d2h_seconds:
+                d2h_bytes += update.parameter_bytes
+                d2h += update.parameter_d2h_seconds
+            if update.parameter_write_seconds:
+                write_bytes += update.parameter_bytes
+                write += update.parameter_write_seconds
+        self.moved: dict[str, tuple[int, float]] = {
+            "h2d": (h2d_bytes, h2d),
+            "d2h": (d2h_bytes, d2h),
+            "nvme_read": (read_bytes, read),
+            "nvme_write": (write_bytes, write),
+            "host": (0, host),
+        }
         self.step_compute_seconds = rounds * sum(self.compute_seconds)
         self.step_recompute_seconds = rounds * sum(self.recompute_seconds)

@@ -1,7 +1,7 @@
 """Local search on the simulator: takes a plan, returns one that is never worse.
 
 Worse means more bytes above the caps, then a longer step. The search is deterministic: its only limit is a count of
-simulations.
+simulations. A candidate whose counts alone prove that it cannot win (relaxation.py) is not simulated.
 """
 
 from __future__ import annotations
@@ -9,16 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any, Final
 
 from lazytrain_ds.planning.instance import StepMode
-from lazytrain_ds.planning.moves import Freedom, Space, pick
+from lazytrain_ds.planning.moves import Aspect, Freedom, Space, pick
 from lazytrain_ds.planning.plan import BlockPlan, Plan
+from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-__all__ = ["Search", "activations_of", "better"]
+__all__ = ["Search", "activations_of", "better", "with_lead"]
 
 # A move must gain at least this share of the step, so that rounding noise does not send the search in circles.
-_LEAST_GAIN = 1e-7
+_LEAST_GAIN: Final = 1e-7
+# Blocks that wait longest, and partners tried for each, in one round of exchanges.
+_WAITING: Final = 6
+_PARTNERS: Final = 4
+# Pairs of moves simulated in one round, the model's favourites.
+_PAIRS: Final = 24
+
+Move = tuple[str, Aspect, Any, Any]
 
 
 def better(left: Outcome, right: Outcome) -> bool:
@@ -37,6 +47,14 @@ class Search:
         self.freedom = freedom
         self.left = budget
         self._seen: dict[tuple[object, ...], Outcome] = {}
+        self._models: dict[StepMode, Relaxation] = {}
+
+    def model(self, mode: StepMode) -> Relaxation:
+        """The count model that proves candidates hopeless."""
+        if mode not in self._models:
+            costs = self.simulator.costs(self.space.micro_batch)
+            self._models[mode] = Relaxation(self.simulator.instance, costs, mode)
+        return self._models[mode]
 
     def evaluate(self, plan: Plan) -> Outcome | None:
         """The simulator's outcome, or None when the budget is spent. Plans seen before are free."""
@@ -50,22 +68,34 @@ class Search:
             self._seen[key] = found
         return found
 
-    def improve(self, plan: Plan) -> tuple[Plan, Outcome]:
-        """Repeat all moves until none helps or the budget is spent."""
+    def improve(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
+        """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds."""
         outcome = self.evaluate(plan) or self.simulator.run(plan)
-        improved = True
-        while improved and self.left > 0:
-            improved = False
-            for attempt in (self._whole_plan, self._block_moves, self._swaps):
-                found = attempt(plan, outcome)
-                if found is not None:
-                    plan, outcome = found
-                    improved = True
+        attempts = (self._whole_plan, self._block_moves, self._exchanges, self._pairs, self._swaps)
+        stuck = 0
+        position = 0
+        while stuck < len(attempts) and self.left > 0 and not (outcome.fits and outcome.step_seconds <= good):
+            found = attempts[position % len(attempts)](plan, outcome)
+            position += 1
+            stuck += 1
+            if found is not None:
+                plan, outcome = found
+                stuck = 0
         return plan, outcome
 
     # ---- moves
 
+    def _hopeless(self, candidate: Plan, outcome: Outcome) -> bool:
+        model = self.model(candidate.optimizer_step)
+        counts = model.counts(candidate)
+        least = model.least_excess(counts)
+        if least > outcome.excess:
+            return True
+        return outcome.fits and model.least_seconds(counts) >= outcome.step_seconds * (1 - _LEAST_GAIN)
+
     def _try(self, candidate: Plan, outcome: Outcome) -> Outcome | None:
+        if self._hopeless(candidate, outcome):
+            return None
         result = self.evaluate(candidate)
         return result if result is not None and better(result, outcome) else None
 
@@ -78,10 +108,10 @@ class Search:
             for mode in allowed.step_modes:
                 candidates.append(partial(_with_step, mode=mode))
             for lead in range(allowed.longest_lead + 1):
-                candidates.append(partial(_with_lead, field="parameter_lead", lead=lead))
+                candidates.append(partial(with_lead, field="parameter_lead", lead=lead))
         if self.freedom.activations:
             for lead in range(allowed.longest_lead + 1):
-                candidates.append(partial(_with_lead, field="activation_lead", lead=lead))
+                candidates.append(partial(with_lead, field="activation_lead", lead=lead))
         for change in candidates:
             candidate = change(plan)
             result = self._try(candidate, outcome)
@@ -90,6 +120,7 @@ class Search:
         return (plan, outcome) if changed else None
 
     def _block_moves(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """Set one aspect of many, then fewer, blocks of a class."""
         changed = False
         space = self.space
         for name, aspect, source, target in list(space.pairs(plan, self.freedom.aspects)):
@@ -108,6 +139,77 @@ class Search:
                 if not moved:
                     size //= 2
         return (plan, outcome) if changed else None
+
+    def _exchanges(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """Blocks near the longest waits exchange activations, parameters or sub-group with blocks elsewhere."""
+        order = self.simulator.instance.order
+        n = len(order)
+        changed = False
+        near: list[int] = []
+        for _, block in self.simulator.waits(plan)[:_WAITING]:
+            near += [
+                index for index in (block, block + 1, block - 1, block + 2) if 0 <= index < n and index not in near
+            ]
+        for block in near:
+            for part in self._parts():
+                others = [i for i in range(n) if order[i] == order[block] and part(plan, i) != part(plan, block)]
+                for other in pick(others, min(_PARTNERS, len(others)), "spread"):
+                    if self.left <= 0:
+                        break
+                    candidate = self._exchanged(plan, block, other, part)
+                    result = self._try(candidate, outcome)
+                    if result is not None:
+                        plan, outcome, changed = candidate, result, True
+                        break
+        return (plan, outcome) if changed else None
+
+    def _parts(self) -> list[Callable[[Plan, int], tuple[Any, ...]]]:
+        parts: list[Callable[[Plan, int], tuple[Any, ...]]] = []
+        if self.freedom.activations:
+            parts.append(_activation_part)
+        if self.freedom.placement:
+            parts += [_parameter_part, _optimizer_part]
+        return parts
+
+    def _exchanged(self, plan: Plan, left: int, right: int, part: Callable[[Plan, int], tuple[Any, ...]]) -> Plan:
+        blocks = list(plan.blocks)
+        fields = _FIELDS[part]
+        a, b = blocks[left], blocks[right]
+        blocks[left] = replace(a, **{field: getattr(b, field) for field in fields})
+        blocks[right] = replace(b, **{field: getattr(a, field) for field in fields})
+        return replace(plan, blocks=tuple(self.space.normalize(blocks)))
+
+    def _pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """Two moves at once, one that costs memory or time and one that pays for it; the count model proposes them."""
+        model = self.model(plan.optimizer_step)
+        base = model.seconds(model.counts(plan))
+        moves = list(self.space.pairs(plan, self.freedom.aspects))
+        singles: list[tuple[Move, Plan]] = []
+        for move in moves:
+            name, aspect, source, target = move
+            holders = self.space.holders(plan, name, aspect)[source]
+            singles.append((move, self.space.moved(plan, pick(holders, 1, "spread"), aspect, target)))
+        ranked: list[tuple[float, int, Plan]] = []
+        for index, ((first, partial_plan), (second, _)) in enumerate(product(singles, singles)):
+            if first[:2] == second[:2] and (first[2] == second[3] or first[2:] == second[2:]):
+                continue
+            name, aspect, source, target = second
+            holders = self.space.holders(partial_plan, name, aspect).get(source)
+            if not holders or index % _stride(len(singles)) != 0:
+                continue
+            candidate = self.space.moved(partial_plan, pick(holders, 1, "spread"), aspect, target)
+            counts = model.counts(candidate)
+            if model.least_excess(counts) > outcome.excess:
+                continue
+            seconds = model.seconds(counts)
+            if seconds < base * (1 - _LEAST_GAIN):
+                ranked.append((seconds, index, candidate))
+        ranked.sort(key=lambda item: item[:2])
+        for _, _, candidate in ranked[:_PAIRS]:
+            result = self._try(candidate, outcome)
+            if result is not None:
+                return candidate, result
+        return None
 
     def _swaps(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Exchange the whole decision of two neighbouring unequal blocks of one class."""
@@ -130,11 +232,38 @@ class Search:
         return (plan, outcome) if changed else None
 
 
+def _stride(count: int) -> int:
+    """Look at no more than about 600 pairs."""
+    return max(1, count * count // 600)
+
+
+def _activation_part(plan: Plan, block: int) -> tuple[Any, ...]:
+    decided = plan.blocks[block]
+    return decided.choice, decided.boundary, decided.saved_tier
+
+
+def _parameter_part(plan: Plan, block: int) -> tuple[Any, ...]:
+    decided = plan.blocks[block]
+    return decided.parameter_tier, decided.keep_parameters
+
+
+def _optimizer_part(plan: Plan, block: int) -> tuple[Any, ...]:
+    return (plan.blocks[block].optimizer,)
+
+
+_FIELDS: Final[dict[Callable[[Plan, int], tuple[Any, ...]], tuple[str, ...]]] = {
+    _activation_part: ("choice", "boundary", "saved_tier"),
+    _parameter_part: ("parameter_tier", "keep_parameters"),
+    _optimizer_part: ("optimizer",),
+}
+
+
 def _with_step(plan: Plan, mode: StepMode) -> Plan:
     return replace(plan, optimizer_step=mode)
 
 
-def _with_lead(plan: Plan, field: str, lead: int) -> Plan:
+def with_lead(plan: Plan, field: str, lead: int) -> Plan:
+    """`plan` with `field` ("parameter_lead" or "activation_lead") of all blocks set to `lead`."""
     return replace(plan, blocks=tuple(replace(block, **{field: lead}) for block in plan.blocks))  # type: ignore[arg-type]
 
 

@@ -122,6 +122,21 @@ class Simulator:
             shortages.append(("nvme", written, budget))
         return Outcome(step_seconds, peaks, stalls, program, tuple(shortages), written)
 
+    def waits(self, plan: Plan) -> list[tuple[float, int]]:
+        """(seconds, block) of every wait of compute for a transfer, over the step's rounds, the longest first."""
+        program = Program(self.costs(plan.micro_batch), plan, self.executor)
+        playback = Playback(program)
+        played, repeats, state = playback.play()
+        total: dict[int, float] = {}
+        for index in range(len(played)):
+            playback.waits = []
+            state, _, _ = playback.micro_step(state.rebased(), index, None)
+            times = repeats if index == len(played) - 1 else 1
+            for position, seconds in playback.waits:
+                block = program.visits[position][1]
+                total[block] = total.get(block, 0.0) + times * seconds
+        return sorted(((seconds, block) for block, seconds in total.items()), reverse=True)
+
     def timeline(self, plan: Plan) -> Timeline:
         """The whole step as a Timeline."""
         program = Program(self.costs(plan.micro_batch), plan, self.executor)

@@ -6,17 +6,22 @@ such counts by a fixed rate, so the same instance gives the same plan on a loade
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
 from lazytrain_ds.errors import InfeasibleError, PlanError, format_bytes
+from lazytrain_ds.planning.auto import Found, plan_auto
+from lazytrain_ds.planning.bounds import lower_bound
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.moves import Freedom, Space
 from lazytrain_ds.planning.paper_plan import paper_plan
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.rules import RULES, apply, best_rule
 from lazytrain_ds.planning.schema import digest
-from lazytrain_ds.planning.search import Search, activations_of, better
+from lazytrain_ds.planning.search import activations_of
 from lazytrain_ds.planning.simulator import Outcome, Simulator, predict
 
 __all__ = ["KINDS", "activation_ladder", "solve"]
@@ -26,6 +31,18 @@ KINDS: Final = ("auto", "paper", *RULES)
 # Simulated block visits a second of planning is taken to be worth: a fixed rate, whatever this machine does.
 _VISITS_PER_SECOND: Final = 60_000
 _DEFAULT_SECONDS: Final = 3.0
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Planning makes and drops many small acyclic objects; the cycle collector would triple its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _budget(instance: Instance, time_limit_seconds: float | None) -> int:
@@ -50,6 +67,13 @@ def solve(
     once the plan is this close to its bound. `solver`: "auto", "highs", "scip" or "cp_sat".
     Raises InfeasibleError with the shortages when nothing fits, PlanError for a kind or placement outside the space.
     """
+    with _no_collector():
+        return _solve(instance, placement, time_limit_seconds, gap, kind, solver)
+
+
+def _solve(
+    instance: Instance, placement: Plan | None, time_limit_seconds: float | None, gap: float, kind: str, solver: str
+) -> Plan:
     if kind not in KINDS:
         raise PlanError(f"unknown planner kind {kind!r}; there are {', '.join(KINDS)}")
     simulator = Simulator(instance)
@@ -58,6 +82,7 @@ def solve(
         instance = replace(instance, micro_batches=(placement.micro_batch,))
     rule_name, _, rule_outcome = best_rule(instance, simulator)
     budget = _budget(instance, time_limit_seconds)
+    bound, status = 0.0, kind
     if kind in RULES:
         plan, outcome = apply(kind, instance, simulator)
         if placement is not None:
@@ -67,10 +92,15 @@ def solve(
         if placement is not None:
             plan, outcome = _graft(simulator, placement, plan)
     else:
-        plan, outcome = _auto(instance, simulator, placement, budget)
+        found = _auto(instance, simulator, placement, budget, gap, solver)
+        plan, outcome, status = found.plan, found.outcome, found.status
+        bound = found.bound_seconds
     if not outcome.fits:
         raise InfeasibleError(_shortage_message(plan, outcome), outcome.shortages)
-    prediction = predict(instance, plan, simulator=simulator)
+    if not bound:
+        bound = lower_bound(instance, simulator)
+    prediction = predict(instance, plan, simulator=simulator, lower_bound_seconds=min(bound, outcome.step_seconds))
+    prediction = replace(prediction, solver_status=status)
     if rule_outcome.fits:
         prediction = replace(prediction, best_rule=rule_name, best_rule_seconds=rule_outcome.step_seconds)
     return replace(plan, prediction=prediction, instance=digest(simulator.instance))
@@ -106,7 +136,9 @@ def _graft(simulator: Simulator, placement: Plan, activations: Plan) -> tuple[Pl
     return plan, simulator.run(plan)
 
 
-def _auto(instance: Instance, simulator: Simulator, placement: Plan | None, budget: int) -> tuple[Plan, Outcome]:
+def _auto(
+    instance: Instance, simulator: Simulator, placement: Plan | None, budget: int, gap: float, solver: str
+) -> Found:
     seeds: list[tuple[Plan, Outcome]] = []
     for name in RULES:
         try:
@@ -117,14 +149,18 @@ def _auto(instance: Instance, simulator: Simulator, placement: Plan | None, budg
     if not seeds:
         raise PlanError("no rule is allowed for this instance; widen `allowed`")
     freedom = Freedom(placement=placement is None)
-    seeds.sort(key=lambda seed: (seed[1].excess, seed[1].step_seconds))
-    best = seeds[0]
-    for start, _ in seeds[:2]:
-        search = Search(simulator, start.micro_batch, freedom, budget // 2)
-        found = search.improve(start)
-        if better(found[1], best[1]):
-            best = found
-    return replace(best[0], origin="auto"), best[1]
+    found = plan_auto(
+        instance,
+        simulator,
+        seeds,
+        freedom=freedom,
+        placement=placement,
+        budget=budget,
+        gap=gap,
+        solver=solver,
+    )
+    found.plan = replace(found.plan, origin="auto")
+    return found
 
 
 def activation_ladder(instance: Instance, plan: Plan, n: int) -> tuple[Plan, ...]:

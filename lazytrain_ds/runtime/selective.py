@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.activations.replay import RandomState
 from lazytrain_ds.runtime.activations.storages import Handle, storage_key
+from lazytrain_ds.workload.operators import written_tensors
+from lazytrain_ds.workload.selective import can_be_kept, resolve_operator
 
 __all__ = ["KeptOutputs", "find_operators", "linear_installation", "out_of_place_bias", "selective_contexts"]
 
@@ -43,17 +45,14 @@ def find_operators(names: Sequence[str]) -> frozenset[Any]:
     """The operators called `names` ("aten.mm.default"). PlanError for an unknown one, or one that cannot be kept."""
     found = []
     for name in names:
-        target: Any = torch.ops
-        for part in name.split("."):
-            target = getattr(target, part, None)
-            if target is None:
-                raise PlanError(f"activation choice: this PyTorch has no operator {name!r}")
-        if not isinstance(target, torch._ops.OpOverload):
-            raise PlanError(f"activation choice: {name!r} is not an operator overload; write e.g. 'aten.mm.default'")
-        aliases = any(value.alias_info is not None for value in target._schema.returns)
-        if target._schema.is_mutable or aliases:
+        operator = resolve_operator(name)
+        if operator is None:
+            raise PlanError(
+                f"activation choice: this PyTorch has no operator {name!r}; names are of the form 'aten.mm.default'"
+            )
+        if not can_be_kept(operator):
             raise PlanError(f"activation choice: {name!r} returns a view or writes in place, so it cannot be kept")
-        found.append(target)
+        found.append(operator)
     return frozenset(found)
 
 
@@ -72,7 +71,7 @@ class KeptOutputs:
     def __init__(self, operators: frozenset[Any], keep: Callable[[torch.Tensor], Handle], device: torch.device) -> None:
         self.operators, self.device = operators, device
         self.keep: Callable[[torch.Tensor], Handle] | None = keep
-        self.entries: dict[tuple[Any, int], _Entry] = {}
+        self.entries: dict[tuple[Any, int], _Entry | None] = {}
         self._of_storage: dict[int, list[tuple[Any, int]]] = {}
         self._witnesses: list[tuple[torch.Tensor, int, int]] = []
         self.dropped: list[str] = []
@@ -93,10 +92,20 @@ class KeptOutputs:
 
         self.entries[key] = _Entry(pytree.tree_map(kept, output), random)
 
+    def forget(self, key: tuple[Any, int]) -> None:
+        """Let one output go."""
+        self.entries.pop(key, None)
+        for storage, keys in list(self._of_storage.items()):
+            if key in keys:
+                keys.remove(key)
+                if not keys:
+                    del self._of_storage[storage]
+
     def written(self, tensor: torch.Tensor, operator: Any) -> None:
         """An operator writes to `tensor`: what was kept of its storage is not what the operator returned any more."""
         for key in self._of_storage.pop(storage_key(tensor), ()):
-            if self.entries.pop(key, None) is not None:
+            if self.entries.get(key) is not None:
+                self.entries[key] = None  # in place: `entries` is in the order of execution
                 self.dropped.append(f"{key[0]} (changed by {operator})")
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -115,17 +124,42 @@ class KeptOutputs:
         for alias, version, key in self._witnesses:
             if alias._version != version:
                 for entry in self._of_storage.get(key, ()):
-                    if self.entries.pop(entry, None) is not None:
+                    if self.entries.get(entry) is not None:
+                        self.entries[entry] = None
                         self.dropped.append(f"{entry[0]} (changed after the block)")
 
 
 class _FirstRun(TorchDispatchMode):
-    """Runs everything, keeps what is wanted, notices writes to what was kept."""
+    """Runs everything, keeps what is wanted, notices writes to what was kept.
+
+    A second run stops at the last tensor that autograd saved. Outputs made after that would never be asked for, so
+    they are let go at the end; `checkpoint`'s own pack hook is wrapped to know which these are.
+    """
 
     def __init__(self, kept: KeptOutputs) -> None:
         super().__init__()
         self._kept = kept
         self._counts: dict[Any, int] = {}
+        self._needed = 0
+        self._hooks: Any = None
+
+    def __enter__(self) -> Any:
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def note_and_pack(tensor: torch.Tensor) -> Any:
+            self._needed = len(self._kept.entries)
+            return pack(tensor)
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(note_and_pack, unpack)
+        self._hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(*exception)
+        for key in list(self._kept.entries)[self._needed :]:
+            self._kept.forget(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = self._kept
@@ -134,7 +168,7 @@ class _FirstRun(TorchDispatchMode):
             count = self._counts[func] = self._counts.get(func, -1) + 1
             kept.add((func, count), output)
         elif kept._of_storage and func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs or {}):
+            for tensor in written_tensors(func, args, kwargs or {}):
                 kept.written(tensor, func)
         return output
 
@@ -165,15 +199,6 @@ class _SecondRun(TorchDispatchMode):
                     lambda leaf: leaf.restore().detach() if isinstance(leaf, Handle) else leaf, entry.value
                 )
         return func(*args, **(kwargs or {}))
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor):
-                    yield item
 
 
 def selective_contexts(kept: KeptOutputs) -> tuple[Any, Any]:

@@ -26,7 +26,8 @@ class Operator:
     """One executed operator.
 
     `made`, `made_bytes`: serials and sizes of the storages it created (none for a view or an in-place operator).
-    `bytes_moved`: its inputs and outputs, 0 for a view.
+    `written`: those it changed in place. `bytes_moved`: its inputs and outputs, 0 for a view. `keepable`: its
+    output may be kept instead of running it again (it is no view and writes nothing).
     """
 
     name: str
@@ -34,6 +35,8 @@ class Operator:
     bytes_moved: int
     made: tuple[int, ...]
     made_bytes: tuple[int, ...]
+    written: tuple[int, ...] = ()
+    keepable: bool = False
 
 
 class Storages:
@@ -122,12 +125,26 @@ class OperatorTrace(TorchDispatchMode):
         if made or mutates:
             moved = sum(_tensor_bytes(tensor) for tensor in inputs) + sum(_tensor_bytes(tensor) for tensor in outputs)
         flops = operator_flops(func, args, kwargs, result) if made or mutates else 0
-        self.operators.append(Operator(str(func), flops, moved, tuple(made), tuple(made.values())))
+        written = (
+            tuple(self.storages.serial(tensor) for tensor in written_tensors(func, args, kwargs)) if mutates else ()
+        )
+        keepable = bool(made) and not mutates and not any(value.alias_info for value in func._schema.returns)
+        self.operators.append(Operator(str(func), flops, moved, tuple(made), tuple(made.values()), written, keepable))
         if self.watch:
             self._live = {key: entry for key, entry in self._live.items() if not entry[1].expired()}
             self.live_bytes = sum(size for size, _ in self._live.values())
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return result
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments of a call that the operator writes to."""
+    tensors = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tensors
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:

@@ -9,8 +9,10 @@ one block per class is run on its piece of the graph. The model itself, its hook
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +115,7 @@ def trace_with_inputs(
     try:
         with (
             warnings.catch_warnings(),
+            _quiet(),
             zero3_linear(zero3),
             models_see_real_tensors(),
             torch.enable_grad(),
@@ -124,6 +127,17 @@ def trace_with_inputs(
         raise TraceError(f"{type(model).__name__} does not run on fake tensors: {error}") from error
     finally:
         tracer.close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a stack for every operator that fake tensors cannot run; the TraceError says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _fake(value: Any, device: str, values: KnownValues) -> Any:

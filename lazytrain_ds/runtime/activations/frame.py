@@ -128,7 +128,7 @@ class Frame:
         byte_count = storage.nbytes()
         if (
             tier == "device" or not _is_plain(tensor) or tensor.device.type != self.device.type
-            or byte_count < max(1, self._minimum_offload_bytes)
+            or byte_count < (1 if role == BOUNDARY else max(1, self._minimum_offload_bytes))
         ):  # fmt: skip
             return self.keep(tensor, block, role)
         reference = self._storages.get((storage._cdata, 0, "device"))

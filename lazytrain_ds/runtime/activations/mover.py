@@ -19,6 +19,7 @@ from lazytrain_ds.runtime.activations.buffers import HostBuffers
 from lazytrain_ds.runtime.activations.counters import ActivationCounters
 from lazytrain_ds.runtime.activations.storages import OffloadedStorage
 from lazytrain_ds.runtime.device.base import Device, Event
+from lazytrain_ds.runtime.swap.memory import aligned_empty
 
 __all__ = ["DEFAULT_STAGING_BYTES", "Mover", "OnTask", "Store", "StoreTicket"]
 
@@ -27,6 +28,11 @@ DEFAULT_STAGING_BYTES = 1 << 30
 
 OnTask = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 """(kind, block, channel, start, end, bytes); times are time.perf_counter()."""
+
+
+def _aligned(byte_count: int) -> torch.Tensor:
+    """Memory that the store can move without a copy of its own."""
+    return aligned_empty(byte_count, torch.uint8)
 
 
 class StoreTicket(Protocol):
@@ -62,8 +68,9 @@ class Mover:
         self._pin_memory = pin_memory
         self.host = HostBuffers(self._empty_host, "offloaded activations", host_cap_bytes)
         self.staging = HostBuffers(
-            allocate_staging or self._empty_host, "activations on their way to NVMe", staging_bytes
-        )
+            allocate_staging or (self._empty_host if pin_memory else _aligned), "activations on their way to NVMe",
+            staging_bytes,
+        )  # fmt: skip
         self._moving: deque[weakref.ref[OffloadedStorage]] = deque()
         # deque.append is atomic: storages die on autograd's threads, buffers come back on ours.
         self._buried: deque[tuple[Any, ...]] = deque()

@@ -19,6 +19,7 @@ from lazytrain_ds.runtime.activations.wrapping import BlockForward, is_compiled
 from lazytrain_ds.runtime.device.base import Device
 from lazytrain_ds.runtime.policy import ActivationAction
 from lazytrain_ds.runtime.selective import find_operators, linear_installation
+from lazytrain_ds.workload.menu import MINIMUM_OFFLOAD_BYTES
 
 __all__ = ["KEEP", "ActivationRuntime"]
 
@@ -40,7 +41,8 @@ class ActivationRuntime:
         pin_memory: whether host buffers may be page-locked.
         on_task: called with (kind, block, channel, start, end, bytes) for each transfer and recomputation.
         root: the model; modules of it that hold blocks matter for taking over its own checkpoint calls.
-        minimum_offload_bytes: smaller storages stay on the device, because a transfer costs more than it saves.
+        minimum_offload_bytes: smaller saved tensors stay on the device, because a transfer costs more than it saves;
+            boundaries always go where the plan says.
         host_cap_bytes, staging_bytes: bounds of the host buffers for offloaded activations and of those on their way
             to and from NVMe. allocate_staging: makes a buffer of that many bytes that the store can move directly.
 
@@ -59,7 +61,7 @@ class ActivationRuntime:
         pin_memory: bool = False,
         on_task: OnTask | None = None,
         root: nn.Module | None = None,
-        minimum_offload_bytes: int = 1 << 16,
+        minimum_offload_bytes: int = MINIMUM_OFFLOAD_BYTES,
         host_cap_bytes: int | None = None,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         allocate_staging: Callable[[int], torch.Tensor] | None = None,
@@ -149,8 +151,6 @@ class ActivationRuntime:
         if "nvme" in (action.boundary, action.saved_tier) and self.mover.store is None:
             fail("its activations are to go to NVMe, but there is no NVMe store")
         if action.kind == "selective":
-            if not action.ops:
-                fail("its kind is 'selective', but no operators are named")
             self.operators(action.ops)
         if action.boundary == "dropped" and (action.kind != "boundary" or before is None or before.kind != "boundary"):
             fail("a boundary may be dropped only between blocks that keep their boundary alone")

@@ -1,0 +1,317 @@
+"""The mixed-integer program over counts: equal blocks are planned as classes, through OR-Tools MathOpt.
+
+Its optimum is a proven lower bound of the simulator's step for one micro-batch and step mode (see relaxation.py for why
+each row holds); its counts are what `arrange.py` turns into plans.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Final
+
+from ortools.math_opt.python import mathopt
+
+from lazytrain_ds.errors import PlanError
+from lazytrain_ds.planning.plan import Plan
+from lazytrain_ds.planning.relaxation import Key, Phase, Relaxation, Row
+from lazytrain_ds.planning.schema import TIERS, TierName
+
+__all__ = ["SOLVERS", "CountModel", "CountSolution", "solver_type"]
+
+SOLVERS: Final = {
+    "auto": mathopt.SolverType.HIGHS,
+    "highs": mathopt.SolverType.HIGHS,
+    "scip": mathopt.SolverType.GSCIP,
+    "cp_sat": mathopt.SolverType.CP_SAT,
+}
+
+# Bytes enter the program in units of this, so that coefficients stay near one.
+_UNIT: Final = 2.0**28
+
+# Weight of the tie-breaker (an effort of at most 1): among equal times, move little. Subtracted from the bound again.
+_TIE: Final = 1e-4
+
+
+def solver_type(name: str) -> mathopt.SolverType:
+    """The MathOpt solver called `name`; PlanError for another name."""
+    if name not in SOLVERS:
+        raise PlanError(f"unknown solver {name!r}; there are {', '.join(SOLVERS)}")
+    return SOLVERS[name]
+
+
+@dataclass(frozen=True)
+class CountSolution:
+    """`counts` is None where no count fits. `bound_seconds` is proven: no plan's step is shorter."""
+
+    counts: dict[Key, float] | None
+    seconds: float
+    bound_seconds: float
+    status: str
+    short_bytes: dict[TierName, float]
+
+
+class CountModel:
+    """The program for one Relaxation; `relaxed` drops integrality, `elastic` minimizes missing bytes, not time."""
+
+    def __init__(self, relaxation: Relaxation, *, relaxed: bool = False, elastic: bool = False) -> None:
+        self.relaxation = relaxation
+        self.relaxed = relaxed
+        self.elastic = elastic
+        self.model = mathopt.Model(name="counts")
+        self.variables: dict[Key, mathopt.Variable] = {}
+        self.capacity: dict[str, tuple[mathopt.LinearConstraint, float]] = {}
+        self.short: dict[TierName, mathopt.Variable] = {}
+        self._scale = self._time_scale()
+        self._counts()
+        self._segments()
+        self._times()
+        self._memory()
+        if elastic:
+            self.model.minimize(mathopt.fast_sum(self.short.values()))
+        else:
+            self.model.minimize(self.total + _TIE * self._effort())
+
+    def _effort(self) -> mathopt.LinearSum:
+        """Share of blocks' activations, parameters and states that live away from the device; NVMe counts double."""
+        weights = {"device": 0.0, "host": 0.5, "nvme": 1.0, "dropped": 0.25}
+        total = 3.0 * self.relaxation.instance.block_count
+        terms = []
+        for g, group in enumerate(self.relaxation.groups):
+            for index, option in enumerate(group.activations):
+                weight = 0.5 * (weights[option.saved] + weights[option.boundary])
+                terms.append(weight / total * self.variables[Key(g, "activation", index)])
+            for index, (tier, keep) in enumerate(group.parameters):
+                weight = weights[tier] + (0.1 if keep else 0.0)
+                terms.append(weight / 1.1 / total * self.variables[Key(g, "parameter", index)])
+            if group.numbers.trainable:
+                for index, sub_group in enumerate(group.optimizers):
+                    weight = weights[sub_group.tier]
+                    terms.append(weight / total * self.variables[Key(g, "optimizer", index)])
+        return mathopt.fast_sum(terms)
+
+    def _segments(self) -> None:
+        """Every segment starts with a kept boundary and has a limited length."""
+        longest = self.relaxation.instance.allowed.longest_segment
+        dropped: list[mathopt.Variable] = []
+        starts: list[mathopt.Variable] = []
+        for g, group in enumerate(self.relaxation.groups):
+            menu = self.relaxation.costs.choices[group.blocks[0]]
+            for index, option in enumerate(group.activations):
+                variable = self.variables[Key(g, "activation", index)]
+                if option.boundary == "dropped":
+                    dropped.append(variable)
+                elif menu[option.choice][4]:
+                    starts.append(variable)
+        if dropped:
+            limit = mathopt.fast_sum(dropped) - (longest - 1) * mathopt.fast_sum(starts)
+            self.model.add_linear_constraint(limit <= 0)
+
+    def _time_scale(self) -> float:
+        compute = sum(block.forward_seconds + block.backward_seconds for block in self.relaxation.costs.blocks)
+        return compute or 1.0
+
+    def _counts(self) -> None:
+        model, fixed = self.model, self.relaxation.fixed
+        for g, group in enumerate(self.relaxation.groups):
+            kinds = {
+                "activation": len(group.activations),
+                "parameter": len(group.parameters),
+                "optimizer": len(group.optimizers) if group.numbers.trainable else 0,
+            }
+            for kind, count in kinds.items():
+                if not count:
+                    continue
+                keys = [Key(g, kind, option) for option in range(count)]  # type: ignore[arg-type]
+                for key in keys:
+                    low, high = 0.0, float(group.size)
+                    if fixed is not None and kind != "activation":
+                        low = high = fixed.get(key, 0.0)
+                    name = f"{kind}_{g}_{key.option}"
+                    self.variables[key] = model.add_variable(lb=low, ub=high, is_integer=not self.relaxed, name=name)
+                model.add_linear_constraint(mathopt.fast_sum(self.variables[key] for key in keys) == group.size)
+            self._overlaps(g)
+
+    def _overlaps(self, g: int) -> None:
+        """Blocks that must have both of two options because there are not enough others."""
+        group = self.relaxation.groups[g]
+        if not group.numbers.trainable or not group.numbers.parameter_bytes:
+            return
+        resident = [
+            self.variables[Key(g, "parameter", option)]
+            for option, (tier, _) in enumerate(group.parameters)
+            if tier == "device"
+        ]
+        on_device = [
+            self.variables[Key(g, "optimizer", option)]
+            for option, sub_group in enumerate(group.optimizers)
+            if sub_group.step_device == "device"
+        ]
+        residents, stepped = mathopt.fast_sum(resident), mathopt.fast_sum(on_device)
+        back = self.model.add_variable(lb=0.0, ub=group.size, name=f"write_back_{g}")
+        self.model.add_linear_constraint(back - residents + stepped >= 0)
+        self.variables[Key(g, "write_back")] = back
+        out = self.model.add_variable(lb=0.0, ub=group.size, name=f"parameter_out_{g}")
+        self.model.add_linear_constraint(out - stepped + residents >= 0)
+        self.variables[Key(g, "parameter_out")] = out
+
+    def _expression(self, row: Row, unit: float) -> mathopt.LinearSum:
+        terms = [
+            (coefficient / unit) * self.variables[key]
+            for key, coefficient in row.terms.items()
+            if key in self.variables
+        ]
+        return mathopt.fast_sum([*terms, row.constant / unit])
+
+    def _times(self) -> None:
+        relaxation, model = self.relaxation, self.model
+        scale = self._scale
+        longest = max((block.parameter_bytes for block in relaxation.costs.blocks), default=0)
+        lead = relaxation.instance.allowed.longest_lead
+        rate = relaxation.costs.h2d.bytes_per_second
+        names = ("first", "forward", "backward", "first_backward")
+        first, forward, backward, first_backward = (model.add_variable(lb=0.0, name=name) for name in names)
+        self.total = model.add_variable(lb=0.0, name="step")
+        # Parameters for backward fetched, or held, before it begins: they save link time there and count at its start.
+        early_bytes = lead * longest
+        self.early = model.add_variable(lb=0.0, ub=early_bytes / _UNIT, name="early_bytes")
+        saved = _UNIT / rate / scale + (lead * relaxation.costs.h2d.latency_seconds / scale) / max(
+            1e-12, early_bytes / _UNIT
+        )
+        read = relaxation.costs.nvme_read
+        read_saved, read_latency = _UNIT / read.bytes_per_second / scale, lead * read.latency_seconds / scale
+        self.waits = [model.add_variable(lb=0.0, name=f"wait_{index}") for index in range(2)]
+        phases: list[tuple[Phase, mathopt.LinearTypes]] = [
+            ("first", first),
+            ("forward", forward),
+            ("backward", backward),
+            ("backward", first_backward),
+            ("micro", forward + backward),
+            ("micro", first + first_backward),
+        ]
+        for phase, variable in phases:
+            for row in relaxation.times[phase]:
+                expression = self._expression(row, scale)
+                relief: mathopt.LinearTypes = 0.0
+                if phase in ("backward", "micro") and row.name == "h2d":
+                    relief = saved * self.early
+                elif phase in ("backward", "micro") and row.name == "nvme_read":
+                    relief = read_saved * self.early + read_latency
+                waits = sum(self.waits) if phase == "backward" and row.name == "compute" else 0.0
+                model.add_linear_constraint(variable + relief - expression - waits >= 0)
+        rounds = relaxation.rounds
+        steady = (rounds - 1) * (forward + backward)
+        model.add_linear_constraint(self.total - first - first_backward - steady >= 0)
+        for row in relaxation.times["step"]:
+            relief = rounds * saved * self.early if row.name == "h2d" else 0.0
+            if row.name == "nvme_read":
+                relief = rounds * (read_saved * self.early + read_latency)
+            model.add_linear_constraint(self.total + relief - self._expression(row, scale) >= 0)
+        self.forward = forward if rounds > 1 else first
+
+    def _memory(self) -> None:
+        relaxation, model = self.relaxation, self.model
+        costs, instance = relaxation.costs, relaxation.instance
+        step = instance.phase("step")
+        extra = {"device": step.device_bytes, "host": step.host_bytes, "nvme": step.nvme_bytes}
+        for tier in TIERS:
+            cap = (costs.caps[tier] - extra[tier]) / _UNIT
+            slack: mathopt.Variable | float = 0.0
+            if self.elastic:
+                slack = self.short[tier] = model.add_variable(lb=0.0, name=f"short_{tier}")
+            if tier != "device":
+                used = self._expression(relaxation.memory[tier], _UNIT)
+                self._limit(tier, used - slack, cap)
+                continue
+            fixed = self._expression(relaxation.memory["device"], _UNIT)
+            n = instance.block_count
+            # What has not left yet when backward starts still counts. Elapsed time: the forward, waits, re-runs.
+            rate = costs.d2h.bytes_per_second * self._scale / _UNIT
+            out = self._expression(relaxation.offloaded_seconds, self._scale)
+            reruns = mathopt.fast_sum(
+                max(costs.blocks[max(0, block - 1)].forward_seconds for block in group.blocks)
+                / self._scale
+                * self.variables[Key(g, "activation", option)]
+                for g, group in enumerate(relaxation.groups)
+                for option, activation in enumerate(group.activations)
+                if activation.boundary == "dropped"
+            )
+            elapsed: list[mathopt.LinearTypes] = [self.forward + self.waits[0] + reruns]
+            elapsed.append(elapsed[0] + self.waits[1] + self._last_backward(n))
+            for index, (name, row) in enumerate((("turn", relaxation.turn), ("next", relaxation.next))):
+                if index and n < 2:
+                    continue
+                tail = model.add_variable(lb=0.0, name=f"tail_{name}")
+                model.add_linear_constraint(tail - rate * out + rate * elapsed[index] >= 0)
+                used = fixed + self._expression(row, _UNIT) + tail
+                if index == 0:
+                    used = used + self.early
+                self._limit(name, used - slack, cap)
+        budget = instance.nvme_write_budget_bytes_per_step
+        if budget is not None:
+            self._limit("nvme_written", self._expression(relaxation.written, _UNIT), budget / _UNIT)
+
+    def _last_backward(self, n: int) -> mathopt.LinearTypes:
+        """Longest time the last block's backward may take, by its choice."""
+        relaxation = self.relaxation
+        g = relaxation.group_of[n - 1]
+        parts = [
+            relaxation.costs.choices[n - 1][option.choice][2]
+            / self._scale
+            * self.variables[Key(g, "activation", index)]
+            for index, option in enumerate(relaxation.groups[g].activations)
+        ]
+        return mathopt.fast_sum([*parts, relaxation.costs.blocks[n - 1].backward_seconds / self._scale])
+
+    def _limit(self, name: str, used: mathopt.LinearTypes, cap: float) -> None:
+        constraint = self.model.add_linear_constraint(used <= cap)
+        self.capacity[name] = (constraint, constraint.upper_bound)
+
+    # ---- solving
+
+    def reserve(self, tier: TierName, byte_count: float) -> None:
+        """Keep `byte_count` bytes of `tier` out of reach."""
+        for name in ("turn", "next") if tier == "device" else (tier,):
+            if name in self.capacity:
+                constraint, upper = self.capacity[name]
+                constraint.upper_bound = upper - byte_count / _UNIT
+
+    def solve(
+        self, *, solver: str = "auto", gap: float = 1e-3, node_limit: int = 5_000, hint: dict[Key, float] | None = None
+    ) -> CountSolution:
+        """Solve to `gap` or `node_limit`. Raises PlanError where the solver fails (infeasible is a status)."""
+        parameters = mathopt.SolveParameters(relative_gap_tolerance=gap)
+        if solver != "cp_sat":
+            parameters.node_limit = node_limit
+        else:
+            parameters.time_limit = datetime.timedelta(seconds=30)
+            parameters.threads = 1
+        model_parameters = mathopt.ModelSolveParameters()
+        if hint is not None and solver != "highs" and solver != "auto":
+            values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}
+            zero = {variable: 0.0 for key, variable in self.variables.items() if key not in hint}
+            model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values={**zero, **values}))
+        try:
+            result = mathopt.solve(self.model, solver_type(solver), params=parameters, model_params=model_parameters)
+        except AttributeError as error:  # MathOpt hides a refused parameter behind a missing `canonical_code`
+            raise PlanError(f"solver {solver!r} refused a parameter of the count model: {error}") from error
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            return CountSolution(None, float("inf"), float("inf"), "infeasible", {})
+        bound = result.best_objective_bound() - _TIE if not self.elastic else 0.0
+        if not result.has_primal_feasible_solution():
+            return CountSolution(None, float("inf"), max(0.0, bound) * self._scale, reason.name.lower(), {})
+        values = result.variable_values()
+        counts = {key: float(round(values[variable])) for key, variable in self.variables.items()}
+        return CountSolution(
+            counts={key: value for key, value in counts.items() if value},
+            seconds=values[self.total] * self._scale,
+            bound_seconds=max(0.0, bound) * self._scale,
+            status=reason.name.lower(),
+            short_bytes={tier: values[variable] * _UNIT for tier, variable in self.short.items()},
+        )
+
+
+def objective(relaxation: Relaxation, plan: Plan) -> float:
+    """What the program says a plan's step takes: its rows at the plan's counts."""
+    return relaxation.seconds(relaxation.counts(plan))

@@ -1,0 +1,493 @@
+"""The plan space counted instead of listed: how many blocks of each group take each option, and what follows from it.
+
+Every row is valid for the simulator: the phase it names lasts at least as long as the row says, the tier it names holds
+at least that many bytes. So the model's optimum is a lower bound of every plan's step, and its counts make a start for
+the search. What order alone decides (which block of a group takes which option) is left out.
+
+Phases of a step: `first` (from the end of the last backward to the end of the first forward, optimizer included),
+`forward` (any later forward), `backward`; `micro` is a forward with its backward, `step` all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+from lazytrain_ds.planning.costs import BlockNumbers, Costs
+from lazytrain_ds.planning.instance import Instance, StepMode
+from lazytrain_ds.planning.moves import Space
+from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
+from lazytrain_ds.planning.schema import TIERS, TierName
+
+__all__ = ["ActivationOption", "Group", "Key", "Phase", "Relaxation", "Row"]
+
+Phase = Literal["first", "forward", "backward", "micro", "step"]
+Kind = Literal["activation", "parameter", "optimizer", "write_back", "parameter_out", "refetch"]
+
+
+class Key(NamedTuple):
+    """A count: blocks of `group` whose `kind` of decision is number `option`."""
+
+    group: int
+    kind: Kind
+    option: int = 0
+
+
+class ActivationOption(NamedTuple):
+    choice: str
+    saved: TierName
+    boundary: str
+
+
+@dataclass
+class Group:
+    """Equal blocks whose position does not matter to the model (or a single block whose does)."""
+
+    blocks: list[int]
+    numbers: BlockNumbers
+    activations: list[ActivationOption]
+    parameters: list[tuple[TierName, bool]]
+    optimizers: list[SubGroupPlan]
+
+    def __post_init__(self) -> None:
+        self.activation_index = {option: index for index, option in enumerate(self.activations)}
+        self.parameter_index = {option: index for index, option in enumerate(self.parameters)}
+        self.optimizer_index = {option: index for index, option in enumerate(self.optimizers)}
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass
+class Row:
+    """`target` is at least `constant` plus the sum of coefficient times count (seconds, or bytes for a tier)."""
+
+    name: str
+    constant: float = 0.0
+    terms: dict[Key, float] = field(default_factory=dict)
+
+    def add(self, key: Key, coefficient: float) -> None:
+        if coefficient:
+            self.terms[key] = self.terms.get(key, 0.0) + coefficient
+
+    def value(self, counts: dict[Key, float]) -> float:
+        return self.constant + sum(coefficient * counts.get(key, 0.0) for key, coefficient in self.terms.items())
+
+
+# Positions from either end that get a group of their own: what happens there is exposed or sets the peak.
+_HEAD: Final = 1
+_TAIL: Final = 2
+
+
+class Relaxation:
+    """Groups, options and rows of one instance, micro-batch and step mode."""
+
+    def __init__(self, instance: Instance, costs: Costs, mode: StepMode) -> None:
+        self.instance = instance
+        self.costs = costs
+        self.mode = mode
+        self.rounds = costs.rounds
+        self.space = Space(instance, costs.micro_batch)
+        self.groups: list[Group] = []
+        self.group_of: list[int] = [0] * instance.block_count
+        self.fixed: dict[Key, float] | None = None
+        self._make_groups()
+        self.times: dict[Phase, list[Row]] = {"first": [], "forward": [], "backward": [], "micro": [], "step": []}
+        self.memory: dict[TierName, Row] = {tier: Row(tier) for tier in TIERS}
+        self.written = Row("nvme_written")
+        self.offloaded_seconds = Row("activations out")  # D2H seconds of one forward's activations
+        # Device rows at the start of the last block's and the last but one's backward, beyond memory["device"].
+        self.turn = Row("turn")
+        self.next = Row("next")
+        self._make_rows()
+
+    # ---- groups
+
+    def _make_groups(self) -> None:
+        instance, n = self.instance, self.instance.block_count
+        owners = {owner for _, owner in instance.borrows}
+        found: dict[tuple[Any, ...], int] = {}
+        for block, name in enumerate(instance.order):
+            alone = block < _HEAD or block >= n - _TAIL or block in owners
+            key = (name, block if alone else -1)
+            if key not in found:
+                found[key] = len(self.groups)
+                self.groups.append(
+                    Group(
+                        [],
+                        self.costs.blocks[block],
+                        self._activation_options(block, alone),
+                        list(self.space.values[name, "parameters"]) or [("host", False)],
+                        list(self.space.values[name, "optimizer"]) or [SubGroupPlan()],
+                    )
+                )
+            self.groups[found[key]].blocks.append(block)
+            self.group_of[block] = found[key]
+
+    def _activation_options(self, block: int, alone: bool) -> list[ActivationOption]:
+        name = self.instance.order[block]
+        result: list[ActivationOption] = []
+        for choice in self.space.values[name, "choice"]:
+            _, offloadable, _, needs_input, is_boundary = self.costs.choices[block][choice]
+            saved = self.space.values[name, "saved"] if offloadable else ()
+            if needs_input:
+                homes = [home for home in self.space.values[name, "boundary"] if home != "dropped"]
+                if is_boundary and "dropped" in self.space.values[name, "boundary"] and (block > 0 or not alone):
+                    homes.append("dropped")
+            else:
+                homes = ["device"]
+            for tier in saved or ("device",):
+                result.extend(ActivationOption(choice, tier, home) for home in homes)
+        return result
+
+    # ---- rows
+
+    def _row(self, phase: Phase, name: str) -> Row:
+        row = Row(name)
+        self.times[phase].append(row)
+        return row
+
+    def _make_rows(self) -> None:
+        costs, rounds = self.costs, self.rounds
+        instance, n = self.instance, self.instance.block_count
+        first_block, last_block = costs.blocks[0], costs.blocks[n - 1]
+        last_group, first_group = self.group_of[n - 1], self.group_of[0]
+        hidden = self.mode == "hidden"
+        forward_compute = sum(block.forward_seconds for block in costs.blocks)
+        backward_compute = sum(block.backward_seconds for block in costs.blocks)
+
+        compute = {phase: self._row(phase, "compute") for phase in ("first", "forward", "backward")}
+        compute["first"].constant = compute["forward"].constant = forward_compute
+        compute["backward"].constant = backward_compute
+        link = {phase: self._row(phase, "h2d") for phase in ("first", "forward", "backward")}
+        link["first"].constant = link["forward"].constant = last_block.forward_seconds
+        link["backward"].constant = first_block.backward_seconds
+        reads = {phase: self._row(phase, "nvme_read") for phase in ("first", "forward", "backward")}
+        out = self._row("backward", "d2h")
+        host = self._row("first", "host")
+        # What a micro-step moves it moves within itself, except for its last two gradients.
+        self.h2d_micro, self.d2h_micro = self._row("micro", "h2d"), self._row("micro", "d2h")
+        self.read_micro, self.write_micro = self._row("micro", "nvme_read"), self._row("micro", "nvme_write")
+        self.h2d_step, self.d2h_step = self._row("step", "h2d"), self._row("step", "d2h")
+        self.read_step, self.write_step = self._row("step", "nvme_read"), self._row("step", "nvme_write")
+        self.host_step = self._row("step", "host")
+        state_writes = self._row("first", "nvme_write")
+        host.constant = last_block.forward_seconds if hidden else forward_compute
+
+        memory = self.memory
+        memory["device"].constant = instance.fixed_device_bytes
+        memory["host"].constant = instance.fixed_host_bytes
+        if hidden:
+            # Two staging buffers: all but the last two states are written before the last block's update begins.
+            writes = [
+                max((costs.nvme_write.seconds(costs.group(b, group)[1]) for group in self._nvme_groups(b)), default=0.0)
+                for b in range(n)
+            ]
+            largest = sorted(writes, reverse=True)
+            state_writes.constant = -sum(largest[:2])
+        # All gradients but the last two have left when backward ends. The last two are block 0's, where it has one,
+        # and others' of the body; the last block's only where hardly any body block is stepped on the host.
+        body = [b for b in range(1, n - 1) if costs.blocks[b].trainable]
+        largest_gradient = max((costs.d2h.seconds(costs.blocks[b].gradient_bytes) for b in body), default=0.0)
+        last_gradient = costs.d2h.seconds(last_block.gradient_bytes)
+        out.constant = -2 * largest_gradient - last_gradient
+        relief: dict[Key, float] = {}
+        for b in body:
+            group = self.groups[self.group_of[b]]
+            for index, sub_group in enumerate(group.optimizers):
+                if sub_group.step_device == "host":
+                    share = last_gradient / len(body) / group.size
+                    key = Key(self.group_of[b], "optimizer", index)
+                    relief[key] = relief.get(key, 0.0) + share
+        if first_block.trainable and n > 1:
+            for index, sub_group in enumerate(self.groups[first_group].optimizers):
+                if sub_group.step_device == "host":
+                    own = costs.d2h.seconds(first_block.gradient_bytes)
+                    relief[Key(first_group, "optimizer", index)] = largest_gradient - own
+        # Gradients below the last two blocks only start to leave when those are through.
+        late = self._row("backward", "d2h")
+        late.constant = -2 * largest_gradient
+        if n > 2:
+            late.constant += last_block.backward_seconds + costs.blocks[n - 2].backward_seconds
+            for g, group in enumerate(self.groups):
+                if g == last_group or not group.numbers.trainable:
+                    continue
+                for index, sub_group in enumerate(group.optimizers):
+                    if sub_group.step_device == "host":
+                        late.add(Key(g, "optimizer", index), costs.d2h.seconds(group.numbers.gradient_bytes))
+            for key, coefficient in relief.items():
+                if key.group == first_group:
+                    late.add(key, coefficient)
+        for key, coefficient in relief.items():
+            out.add(key, coefficient)
+        least_forward = [
+            min(
+                (costs.blocks[block - 1].forward_seconds for block in group.blocks if block > 0),
+                default=0.0,
+            )
+            for group in self.groups
+        ]
+
+        for g, group in enumerate(self.groups):
+            numbers = group.numbers
+            any_block = group.blocks[0]
+            fetch = costs.h2d.seconds(numbers.parameter_bytes)
+            read = costs.nvme_read.seconds(numbers.parameter_bytes)
+            for index, (tier, keep) in enumerate(group.parameters):
+                key = Key(g, "parameter", index)
+                if numbers.parameter_bytes == 0:
+                    continue
+                memory[tier].add(key, numbers.parameter_bytes)
+                if tier == "device":
+                    continue
+                # The last block goes from forward to backward without a second fetch.
+                passes = 1 if keep or g == last_group else 2
+                if keep or g == last_group:
+                    self.turn.add(key, numbers.parameter_bytes)
+                    if g != last_group:
+                        self.next.add(key, numbers.parameter_bytes)
+                elif g == self.group_of[n - 2]:
+                    self.next.add(key, numbers.parameter_bytes)
+                for phase in ("first", "forward"):
+                    link[phase].add(key, fetch)
+                if passes == 2:
+                    link["backward"].add(key, fetch)
+                self.h2d_step.add(key, passes * rounds * fetch)
+                self.h2d_micro.add(key, passes * fetch)
+                if tier == "nvme":
+                    for phase in ("first", "forward"):
+                        reads[phase].add(key, read)
+                    if passes == 2:
+                        reads["backward"].add(key, read)
+                    self.read_step.add(key, passes * rounds * read)
+                    self.read_micro.add(key, passes * read)
+                    if numbers.trainable:
+                        self.written.add(key, numbers.parameter_bytes)
+                        self.write_step.add(key, costs.nvme_write.seconds(numbers.parameter_bytes))
+                if g == first_group:
+                    exposed = fetch + (read if tier == "nvme" else 0.0)
+                    compute["forward"].add(key, exposed)
+                    if not hidden or not numbers.trainable:
+                        compute["first"].add(key, exposed)
+                    if not hidden:
+                        host.add(key, exposed)
+            for index, option in enumerate(group.activations):
+                self._activation_terms(Key(g, "activation", index), option, any_block, compute, link, reads)
+                if option.boundary == "dropped":
+                    compute["backward"].add(Key(g, "activation", index), least_forward[g])
+            if numbers.trainable:
+                for index, sub_group in enumerate(group.optimizers):
+                    self._optimizer_terms(
+                        Key(g, "optimizer", index), sub_group, any_block, compute, link, out, host, state_writes, reads
+                    )
+                back = Key(g, "write_back")
+                link["first"].add(back, fetch)
+                self.h2d_step.add(back, fetch)
+                memory["host"].add(back, numbers.parameter_bytes)
+                away = Key(g, "parameter_out")
+                self.d2h_step.add(away, costs.d2h.seconds(numbers.parameter_bytes))
+            again = Key(g, "refetch")
+            link["backward"].add(again, fetch)
+            self.h2d_step.add(again, rounds * fetch)
+            self.h2d_micro.add(again, fetch)
+
+        # The same relief as for backward alone.
+        self.d2h_micro.constant = out.constant
+        for key, coefficient in relief.items():
+            self.d2h_micro.add(key, coefficient)
+
+        self.turn.constant = last_block.transient_backward_bytes + last_block.gradient_bytes
+        if n > 1:
+            second = costs.blocks[n - 2]
+            self.next.constant = second.transient_backward_bytes + second.gradient_bytes
+        for block, owners in costs.borrowed.items():
+            if block == n - 1:
+                self.turn.constant += sum(costs.blocks[owner].gradient_bytes for owner in owners)
+
+    def _nvme_groups(self, block: int) -> list[SubGroupPlan]:
+        options = self.groups[self.group_of[block]].optimizers
+        return [option for option in options if option.tier == "nvme"] if self.costs.blocks[block].trainable else []
+
+    def _activation_terms(
+        self,
+        key: Key,
+        option: ActivationOption,
+        block: int,
+        compute: dict[str, Row],
+        link: dict[str, Row],
+        reads: dict[str, Row],
+    ) -> None:
+        costs, rounds, n = self.costs, self.rounds, self.instance.block_count
+        numbers = costs.blocks[block]
+        kept, offloadable, recompute, needs_input, _ = costs.choices[block][option.choice]
+        compute["backward"].add(key, recompute)
+        if key.group == self.group_of[0]:
+            link["backward"].add(key, recompute)
+        on_device = kept if option.saved == "device" else kept - offloadable
+        away: list[tuple[int, str]] = []
+        if option.saved != "device" and offloadable:
+            away.append((offloadable, option.saved))
+        if needs_input and option.boundary == "device":
+            on_device += numbers.boundary_bytes
+        elif needs_input and option.boundary in ("host", "nvme") and numbers.boundary_bytes:
+            away.append((numbers.boundary_bytes, option.boundary))
+        last = key.group == self.group_of[n - 1]
+        # Everything is there when the backward begins; the last block's own is gone when the next one's begins.
+        self.turn.add(key, on_device)
+        if not last:
+            self.next.add(key, on_device)
+        extra = max(0, numbers.full_kept_bytes - kept)
+        came_back = sum(byte_count for byte_count, _ in away)
+        if last:
+            self.turn.add(key, extra + came_back)
+        elif n > 1 and key.group == self.group_of[n - 2]:
+            self.next.add(key, extra + came_back)
+        for byte_count, tier in away:
+            seconds = costs.d2h.seconds(byte_count)
+            self.offloaded_seconds.add(key, seconds)
+            self.d2h_step.add(key, rounds * seconds)
+            self.d2h_micro.add(key, seconds)
+            back = costs.h2d.seconds(byte_count)
+            link["backward"].add(key, back)
+            self.h2d_step.add(key, rounds * back)
+            self.h2d_micro.add(key, back)
+            self.memory[tier].add(key, byte_count)  # type: ignore[index]
+            if tier == "nvme":
+                reads["backward"].add(key, costs.nvme_read.seconds(byte_count))
+                read, write = costs.nvme_read.seconds(byte_count), costs.nvme_write.seconds(byte_count)
+                self.read_step.add(key, rounds * read)
+                self.read_micro.add(key, read)
+                self.write_step.add(key, rounds * write)
+                self.write_micro.add(key, write)
+                self.written.add(key, rounds * byte_count)
+
+    def _optimizer_terms(
+        self,
+        key: Key,
+        group: SubGroupPlan,
+        block: int,
+        compute: dict[str, Row],
+        link: dict[str, Row],
+        out: Row,
+        host: Row,
+        state_writes: Row,
+        reads: dict[str, Row],
+    ) -> None:
+        costs, rounds, n = self.costs, self.rounds, self.instance.block_count
+        numbers = costs.blocks[block]
+        seconds, states = costs.group(block, group)
+        self.memory[group.tier].add(key, states)
+        if group.step_device == "device":
+            self.memory["device"].add(key, numbers.accumulation_bytes)
+            # On compute, at the same time as the host's updates.
+            compute["first"].add(key, seconds)
+            if self.mode == "hidden":
+                link["first"].add(key, seconds)
+            return
+        self.memory["host"].add(key, numbers.accumulation_bytes)
+        gradient = costs.d2h.seconds(numbers.gradient_bytes)
+        out.add(key, gradient)
+        self.d2h_step.add(key, rounds * gradient)
+        self.d2h_micro.add(key, gradient)
+        host.add(key, seconds)
+        self.host_step.add(key, seconds + (rounds - 1) * numbers.accumulate_seconds)
+        fetch = costs.h2d.seconds(numbers.parameter_bytes)
+        arrives = gradient + (numbers.accumulate_seconds if rounds > 1 else 0.0)
+        first = key.group == self.group_of[0]
+        if self.mode == "serial":
+            link["first"].add(key, seconds)
+        if first and numbers.parameter_bytes:
+            # The optimizer starts when block 0's gradient, the last one, is in; its own update precedes its fetch.
+            host.add(key, arrives)
+            link["first"].add(key, arrives if self.mode == "serial" else arrives + seconds)
+            if self.mode == "hidden":
+                compute["first"].add(key, arrives + seconds + fetch)
+        if self.mode == "hidden" and key.group == self.group_of[n - 1] and n > 1:
+            host.add(key, fetch)
+        if group.tier == "nvme":
+            read, write = costs.nvme_read.seconds(states), costs.nvme_write.seconds(states)
+            reads["first"].add(key, read)
+            state_writes.add(key, write)
+            self.read_step.add(key, read)
+            self.write_step.add(key, write)
+            self.written.add(key, states)
+
+    # ---- plans as counts
+
+    def counts(self, plan: Plan) -> dict[Key, float]:
+        """How often each option occurs in `plan`."""
+        result: dict[Key, float] = {}
+
+        def more(key: Key) -> None:
+            result[key] = result.get(key, 0.0) + 1.0
+
+        for block, decided in enumerate(plan.blocks):
+            g = self.group_of[block]
+            group = self.groups[g]
+            more(Key(g, "activation", group.activation_index[self.option_of(block, decided)]))
+            more(Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]))
+            if group.numbers.trainable:
+                more(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
+                on_device = decided.optimizer.step_device == "device"
+                if decided.resident and not on_device:
+                    more(Key(g, "write_back"))
+                if not decided.resident and on_device:
+                    more(Key(g, "parameter_out"))
+            if decided.boundary == "dropped" and not plan.blocks[block - 1].resident:
+                more(Key(self.group_of[block - 1], "refetch"))
+        return result
+
+    def fix_placement(self, plan: Plan) -> None:
+        """Leave only activations open: each block's parameters and sub-group are as in `plan`."""
+        self.fixed = {key: value for key, value in self.counts(plan).items() if key.kind in ("parameter", "optimizer")}
+
+    def option_of(self, block: int, decided: BlockPlan) -> ActivationOption:
+        """The activation option of a block of a plan."""
+        _, offloadable, _, needs_input, _ = self.costs.choices[block][decided.choice]
+        saved: TierName = decided.saved_tier if offloadable else "device"
+        return ActivationOption(decided.choice, saved, decided.boundary if needs_input else "device")
+
+    @staticmethod
+    def parameter_of(decided: BlockPlan) -> tuple[TierName, bool]:
+        """The parameter option of a block of a plan (residents are kept anyway)."""
+        return decided.parameter_tier, decided.keep_parameters and decided.parameter_tier != "device"
+
+    def seconds(self, counts: dict[Key, float]) -> float:
+        """The model's step time for given counts: the MILP's objective, with re-runs' fetches."""
+        first = max(row.value(counts) for row in self.times["first"])
+        forward = max(row.value(counts) for row in self.times["forward"])
+        backward = max(row.value(counts) for row in self.times["backward"])
+        micro = max(row.value(counts) for row in self.times["micro"])
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        return max(total, *(row.value(counts) for row in self.times["step"]))
+
+    def least_seconds(self, counts: dict[Key, float]) -> float:
+        """No plan with these counts has a shorter step: what prefetches before backward may save is taken off."""
+        lead = self.instance.allowed.longest_lead
+        longest = max(block.parameter_bytes for block in self.costs.blocks)
+        relief = {
+            "h2d": lead * self.costs.h2d.seconds(longest),
+            "nvme_read": lead * self.costs.nvme_read.seconds(longest),
+        }
+        # A re-run's parameters may still be there: its fetch is no certain cost.
+        counts = {key: value for key, value in counts.items() if key.kind != "refetch"}
+
+        def longest_of(phase: Phase) -> float:
+            reduced = phase in ("backward", "micro")
+            return max(row.value(counts) - (relief.get(row.name, 0.0) if reduced else 0.0) for row in self.times[phase])
+
+        first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
+        return max(total, *step)
+
+    def least_excess(self, counts: dict[Key, float]) -> float:
+        """Bytes above the caps that every plan with these counts has at least."""
+        excess = 0.0
+        for tier in TIERS:
+            need = self.memory[tier].value(counts)
+            if tier == "device":
+                need += max(self.turn.value(counts), self.next.value(counts) if self.instance.block_count > 1 else 0.0)
+            excess += max(0.0, need - self.costs.caps[tier])
+        return excess
