@@ -11,6 +11,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3 as upstream_stage3
@@ -18,6 +20,7 @@ from deepspeed.utils import logger
 
 from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.runtime.activations import ActivationRuntime
+from lazytrain_ds.runtime.checkpoint import MappedCheckpointEngine, committed, recover, write_latest
 from lazytrain_ds.runtime.console import Console
 from lazytrain_ds.runtime.plans import PlanBook
 from lazytrain_ds.runtime.setup import Setup, StoreAccess
@@ -178,6 +181,46 @@ class LazyTrainEngine(DeepSpeedEngine):
         super().step(lr_kwargs)
         if at_boundary and self._lt_book is not None:
             self._lt_console.step_done()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        if type(self.checkpoint_engine) is TorchCheckpointEngine and self._lt_setup is not None:
+            self.checkpoint_engine = MappedCheckpointEngine(self._config)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        arguments = {"client_state": client_state or {}, "exclude_frozen_parameters": exclude_frozen_parameters}
+        if not isinstance(self.checkpoint_engine, MappedCheckpointEngine) or not save_dir:
+            return super().save_checkpoint(save_dir, tag, save_latest=save_latest, **arguments)
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        self._checkpoint_tag_validation(tag)
+        recover(save_dir)
+        with committed(save_dir, tag, self.global_rank == 0, dist.barrier) as incomplete:
+            result = super().save_checkpoint(save_dir, incomplete, save_latest=False, **arguments)
+        if save_latest and self.global_rank == 0:
+            write_latest(save_dir, tag)
+        dist.barrier()
+        return result
+
+    def _save_zero_checkpoint(self, save_path: str, tag: str) -> None:
+        rewritten, self.config = self.config, dict(self.config)  # a file that reads without LazyTrain installed
+        try:
+            super()._save_zero_checkpoint(save_path, tag)
+        finally:
+            self.config = rewritten
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        if self.global_rank == 0:
+            recover(load_dir)
+        dist.barrier()
+        return super().load_checkpoint(load_dir, *args, **kwargs)
 
     def destroy(self) -> None:
         if self._lt_activations is not None:

@@ -22,6 +22,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
 
 from lazytrain_ds.errors import UnsupportedError
+from lazytrain_ds.runtime.checkpoint import (
+    FP32_GROUPS,
+    exposed_states,
+    finish_load,
+    load_rigid,
+    load_universal_states,
+)
 from lazytrain_ds.runtime.coordinator import LazyCoordinator
 from lazytrain_ds.runtime.device.base import Event
 from lazytrain_ds.runtime.gradients import GradientStore
@@ -434,6 +441,28 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         group_index, _, _ = self.grad_position[self.get_param_id(param)]
         self._lt_gradients.settle()
         return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id], group_index
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        with exposed_states(self) as masters:
+            state_dict: dict[str, Any] = super()._rigid_state_dict()
+        state_dict[FP32_GROUPS] = masters
+        return state_dict
+
+    def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        self.loss_scaler = state_dict["loss_scaler"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.overflow = state_dict["overflow"]
+        load_rigid(self, state_dict, load_optimizer_states)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        load_universal_states(self, checkpoint_dir)
+
+    def _restore_from_bit16_weights(self) -> None:
+        for sub_group in self._lt_layout.sub_groups:
+            with self._lt_homes.at_hand(sub_group) as values, self._lt_states.at_hand(sub_group.index) as states:
+                states.master.detach().copy_(values)
+        finish_load(self)
 
     @contextmanager
     def lazytrain_paused(self) -> Iterator[None]:

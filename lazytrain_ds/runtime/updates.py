@@ -6,7 +6,7 @@ steps the fp32 master and writes the low-precision copy. `hyper` are the paramet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,12 @@ class Update:
 
 
 class Updater:
-    """Makes states and applies updates to them."""
+    """Makes states and applies updates to them.
+
+    `convert_state(saved, mine)` turns a saved state of another format into that of `mine`; None: taken as it is.
+    """
+
+    convert_state: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
 
     def new_state(self, master: torch.Tensor, spans: Sequence[Span]) -> dict[str, Any]:
         """State of a sub-group before its first step, allocated, so that memory does not grow at step one."""
@@ -45,6 +50,7 @@ class FusedUpdater(Updater):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.convert_state = getattr(optimizer, "convert_state", None)
 
     def new_state(self, master: torch.Tensor, spans: Sequence[Span]) -> dict[str, Any]:
         return self.optimizer.new_state(master, spans)

@@ -399,6 +399,21 @@ class NvmeStore:
         export_file(transfer, Path(os.path.abspath(path)))
         return spec.payload_bytes
 
+    def mapped(self, key: str) -> torch.Tensor:
+        """The content of `key` as a flat tensor mapped from its file: for reading through once (a checkpoint).
+
+        Takes no memory of its own. Valid until `key` is written, deleted or the store is closed; do not write to it.
+        """
+        with self._ledger.lock:
+            self._check_usable()
+            entry, spec = self._written(key)
+            last_write = entry.last_write
+        if last_write is not None:
+            last_write.ticket.wait()
+        if not spec.numel:
+            return torch.empty(0, dtype=spec.dtype)
+        return torch.from_file(str(entry.path), shared=False, size=spec.numel, dtype=spec.dtype)
+
     def load(self, key: str, path: str | os.PathLike[str], spec: TensorSpec) -> None:
         """The way back: make the file `path` (raw bytes, as `export` wrote it) the content of `key`.
 
