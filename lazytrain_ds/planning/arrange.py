@@ -13,12 +13,13 @@ from typing import Any, Final, TypeVar
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.relaxation import ActivationOption, Key, Relaxation
 
-__all__ = ["PATTERNS", "RESIDENTS", "arrange", "interleave"]
+__all__ = ["ORDERS", "arrange", "interleave"]
 
 T = TypeVar("T")
 
-PATTERNS: Final = ("spread", "away_first", "recompute_first")
+PATTERNS: Final = ("spread", "tapered", "away_first")
 RESIDENTS: Final = ("spread", "balanced", "first")
+ORDERS: Final = tuple((pattern, residents) for pattern in PATTERNS for residents in RESIDENTS)
 
 
 def interleave(items: list[tuple[T, int]]) -> list[T]:
@@ -58,20 +59,28 @@ def _units(
     return list(units.items())
 
 
-def _row_of(units: list[tuple[tuple[ActivationOption, ...], int]], pattern: str, recomputed: set[str]) -> list[Any]:
-    def rank(unit: tuple[ActivationOption, ...]) -> int:
-        first = unit[0]
-        away = first.saved != "device" or first.boundary in ("host", "nvme")
-        if pattern == "away_first":
-            return 0 if away else 1 if first.choice in recomputed else 2
-        if pattern == "recompute_first":
-            return 0 if first.choice in recomputed else 1
-        return 0
+def _row_of(units: list[tuple[tuple[ActivationOption, ...], int]], pattern: str) -> list[tuple[ActivationOption, ...]]:
+    """Units in a row. `tapered`: those with something away from the device get rarer towards the end, where memory is
+    fullest; `away_first`: they come first."""
+    away = [unit for unit in units if _is_away(unit[0][0])]
+    stay = [unit for unit in units if not _is_away(unit[0][0])]
+    if pattern == "spread" or not away or not stay:
+        return interleave(units)
+    gone, kept = interleave(away), interleave(stay)
+    if pattern == "away_first":
+        return gone + kept
+    total, count = len(gone) + len(kept), len(gone)
+    places = [total * (1 - (1 - (index + 0.5) / count) ** 0.5) for index in range(count)]
+    row: list[tuple[ActivationOption, ...]] = []
+    for place, unit in zip(places, gone, strict=True):
+        while kept and len(row) < int(place):
+            row.append(kept.pop(0))
+        row.append(unit)
+    return row + kept
 
-    result: list[Any] = []
-    for level in range(3):
-        result.extend(interleave([unit for unit in units if rank(unit[0]) == level]))
-    return result
+
+def _is_away(option: ActivationOption) -> bool:
+    return option.saved != "device" or option.boundary in ("host", "nvme")
 
 
 def _activations(relaxation: Relaxation, g: int, counts: dict[Key, float], pattern: str) -> list[ActivationOption]:
@@ -83,7 +92,7 @@ def _activations(relaxation: Relaxation, g: int, counts: dict[Key, float], patte
     block = group.blocks[0]
     recomputed = {name for name, choice in relaxation.costs.choices[block].items() if choice[4]}
     longest = relaxation.instance.allowed.longest_segment
-    row = _row_of(_units(options, recomputed, longest), pattern, recomputed)
+    row = _row_of(_units(options, recomputed, longest), pattern)
     flat = [option for unit in row for option in unit]
     flat += [flat[-1]] * (group.size - len(flat))
     return flat[: group.size]
@@ -157,26 +166,27 @@ def _optimizers(
     return result
 
 
-def arrange(relaxation: Relaxation, counts: dict[Key, float], base: Plan) -> Iterator[Plan]:
-    """Plans with these counts, in a few orders; what counts do not cover (leads) is as in `base`."""
-    for pattern in PATTERNS:
-        for residents in RESIDENTS:
-            blocks: list[BlockPlan] = list(base.blocks)
-            for g, group in enumerate(relaxation.groups):
-                activations = _activations(relaxation, g, counts, pattern)
-                parameters = _parameters(relaxation, g, counts, residents, activations)
-                trainable = group.numbers.trainable
-                optimizers = _optimizers(relaxation, g, counts, parameters) if trainable else []
-                for index, block in enumerate(group.blocks):
-                    option, (tier, keep) = activations[index], parameters[index]
-                    blocks[block] = replace(
-                        blocks[block],
-                        choice=option.choice,
-                        saved_tier=option.saved,
-                        boundary=option.boundary,  # type: ignore[arg-type]
-                        parameter_tier=tier,
-                        keep_parameters=keep,
-                        optimizer=optimizers[index] if optimizers else blocks[block].optimizer,
-                    )
-            blocks = relaxation.space.normalize(blocks)
-            yield replace(base, blocks=tuple(blocks), optimizer_step=relaxation.mode)
+def arrange(
+    relaxation: Relaxation, counts: dict[Key, float], base: Plan, orders: tuple[tuple[str, str], ...] = ORDERS
+) -> Iterator[tuple[tuple[str, str], Plan]]:
+    """(order, plan) with these counts in each of `orders`; what counts do not cover (leads) is as in `base`."""
+    for pattern, residents in orders:
+        blocks: list[BlockPlan] = list(base.blocks)
+        for g, group in enumerate(relaxation.groups):
+            activations = _activations(relaxation, g, counts, pattern)
+            parameters = _parameters(relaxation, g, counts, residents, activations)
+            trainable = group.numbers.trainable
+            optimizers = _optimizers(relaxation, g, counts, parameters) if trainable else []
+            for index, block in enumerate(group.blocks):
+                option, (tier, keep) = activations[index], parameters[index]
+                blocks[block] = replace(
+                    blocks[block],
+                    choice=option.choice,
+                    saved_tier=option.saved,
+                    boundary=option.boundary,  # type: ignore[arg-type]
+                    parameter_tier=tier,
+                    keep_parameters=keep,
+                    optimizer=optimizers[index] if optimizers else blocks[block].optimizer,
+                )
+        blocks = relaxation.space.normalize(blocks)
+        yield (pattern, residents), replace(base, blocks=tuple(blocks), optimizer_step=relaxation.mode)

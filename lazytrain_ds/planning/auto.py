@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lazytrain_ds.planning.arrange import arrange
+from lazytrain_ds.planning.arrange import ORDERS, arrange
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
 from lazytrain_ds.planning.moves import Freedom
@@ -93,17 +93,16 @@ def plan_auto(
     for rank, candidate in enumerate(options[:3]):
         if found.outcome.fits and candidate.bound_seconds >= found.outcome.step_seconds * (1 - gap / 2):
             break
-        base = next((plan for plan, _ in seeds if plan.micro_batch == candidate.micro_batch), None)
-        base = base or replace(
-            seeds[0][0], micro_batch=candidate.micro_batch, rounds=instance.rounds(candidate.micro_batch)
-        )
+        own = [seed for seed in seeds if seed[0].micro_batch == candidate.micro_batch]
+        base = own[0][0] if own else _resized(instance, seeds[0][0], candidate.micro_batch)
         share = budget // 2 if rank == 0 else budget // 4
         search = Search(simulator, candidate.micro_batch, freedom, share)
-        starts = _starts(candidate, placement or base, search, solver)
-        for plan, outcome in starts[:2]:
-            plan, outcome = search.improve(plan, good=bound * (1 + gap / 4))
+        good = bound * (1 + gap / 4)
+        starts = _starts(candidate, placement or base, search, solver, good)
+        for plan, outcome in (*starts[:2], *own[:1]):
+            plan, outcome = search.improve(plan, good)
             found.offer(plan, outcome, "count model, arranged and improved")
-            if outcome.fits and found.gap <= gap / 4:
+            if outcome.fits and outcome.step_seconds <= good:
                 return found
         spent += share - search.left
     if not options or not found.outcome.fits:
@@ -113,35 +112,48 @@ def plan_auto(
     return found
 
 
-def _starts(candidate: Candidate, base: Plan, search: Search, solver: str) -> list[tuple[Plan, Outcome]]:
+def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
+    return replace(plan, micro_batch=micro_batch, rounds=instance.rounds(micro_batch))
+
+
+# (prefetch lead, share of the channels' rates the model may count on): the model knows volumes, not moments.
+_SETTINGS: Final = ((4, 1.0), (4, 0.85), (2, 1.0), (2, 0.85), (4, 0.7), (1, 0.7))
+
+
+def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good: float) -> list[tuple[Plan, Outcome]]:
     """Arranged solutions of the count model, the best first: feasible ones by time, then by excess."""
-    allowed = search.simulator.instance.allowed
+    longest = search.simulator.instance.allowed.longest_lead
     pool: list[tuple[Plan, Outcome]] = []
-    for lead in sorted({min(lead, allowed.longest_lead) for lead in (1, 2, 4)}, reverse=True):
-        model = CountModel(candidate.relaxation)
+    tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
+    for lead, derate in dict.fromkeys((min(lead, longest), derate) for lead, derate in _SETTINGS):
+        model = CountModel(candidate.relaxation, derate=derate)
         reserve = {"device": 0.0, "host": 0.0, "nvme": 0.0}
         lead_base = with_lead(with_lead(base, "parameter_lead", lead), "activation_lead", lead)
-        seen: set[tuple[tuple[Key, float], ...]] = set()
+        orders = ORDERS
         for _ in range(_RESERVATIONS):
             solution = model.solve(solver=solver, gap=_MODEL_GAP)
             if solution.counts is None:
                 break
-            key = tuple(sorted(solution.counts.items()))
-            if key in seen:
+            key = (lead, tuple(sorted(solution.counts.items())))
+            if key in tried:
                 break
-            seen.add(key)
-            best: tuple[Plan, Outcome] | None = None
-            for plan in arrange(candidate.relaxation, solution.counts, lead_base):
+            tried.add(key)
+            results: list[tuple[Outcome, tuple[str, str]]] = []
+            for order, plan in arrange(candidate.relaxation, solution.counts, lead_base, orders):
                 outcome = search.evaluate(plan)
                 if outcome is None:
                     break
                 pool.append((plan, outcome))
-                if best is None or better(outcome, best[1]):
-                    best = plan, outcome
-            if best is None or best[1].fits:
+                results.append((outcome, order))
+            results.sort(key=lambda item: (item[0].excess, item[0].step_seconds))
+            if not results or results[0][0].fits:
                 break
-            for tier, need, have in best[1].shortages:
+            # What the model cannot see needs room; next time only the orders that needed least.
+            orders = tuple(order for _, order in results[:3])
+            for tier, need, have in results[0][0].shortages:
                 reserve[tier] += (need - have) * 1.05
                 model.reserve(tier, reserve[tier])
+        if any(outcome.fits and outcome.step_seconds <= good for _, outcome in pool):
+            break
     pool.sort(key=lambda item: (item[1].excess, item[1].step_seconds))
     return pool

@@ -15,7 +15,7 @@ from ortools.math_opt.python import mathopt
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.relaxation import Key, Phase, Relaxation, Row
-from lazytrain_ds.planning.schema import TIERS, TierName
+from lazytrain_ds.planning.schema import TIERS, TRANSFER_CHANNELS, TierName
 
 __all__ = ["SOLVERS", "CountModel", "CountSolution", "solver_type"]
 
@@ -52,10 +52,16 @@ class CountSolution:
 
 
 class CountModel:
-    """The program for one Relaxation; `relaxed` drops integrality, `elastic` minimizes missing bytes, not time."""
+    """The program for one Relaxation; `relaxed` drops integrality, `elastic` minimizes missing bytes, not time.
 
-    def __init__(self, relaxation: Relaxation, *, relaxed: bool = False, elastic: bool = False) -> None:
+    `derate` below 1 pretends slower channels: plans with slack for what averages hide (no bound then).
+    """
+
+    def __init__(
+        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: bool = False, derate: float = 1.0
+    ) -> None:
         self.relaxation = relaxation
+        self.derate = derate
         self.relaxed = relaxed
         self.elastic = elastic
         self.model = mathopt.Model(name="counts")
@@ -155,6 +161,9 @@ class CountModel:
         self.model.add_linear_constraint(out - stepped + residents >= 0)
         self.variables[Key(g, "parameter_out")] = out
 
+    def _rate(self, row: Row) -> float:
+        return self.derate if row.name in TRANSFER_CHANNELS else 1.0
+
     def _expression(self, row: Row, unit: float) -> mathopt.LinearSum:
         terms = [
             (coefficient / unit) * self.variables[key]
@@ -191,7 +200,7 @@ class CountModel:
         ]
         for phase, variable in phases:
             for row in relaxation.times[phase]:
-                expression = self._expression(row, scale)
+                expression = self._expression(row, scale * self._rate(row))
                 relief: mathopt.LinearTypes = 0.0
                 if phase in ("backward", "micro") and row.name == "h2d":
                     relief = saved * self.early
@@ -206,7 +215,7 @@ class CountModel:
             relief = rounds * saved * self.early if row.name == "h2d" else 0.0
             if row.name == "nvme_read":
                 relief = rounds * (read_saved * self.early + read_latency)
-            model.add_linear_constraint(self.total + relief - self._expression(row, scale) >= 0)
+            model.add_linear_constraint(self.total + relief - self._expression(row, scale * self._rate(row)) >= 0)
         self.forward = forward if rounds > 1 else first
 
     def _memory(self) -> None:

@@ -194,7 +194,7 @@ class Search:
             if first[:2] == second[:2] and (first[2] == second[3] or first[2:] == second[2:]):
                 continue
             name, aspect, source, target = second
-            holders = self.space.holders(partial_plan, name, aspect).get(source)
+            holders = self.space.holders(partial_plan, name, aspect).get(source, [])
             if not holders or index % _stride(len(singles)) != 0:
                 continue
             candidate = self.space.moved(partial_plan, pick(holders, 1, "spread"), aspect, target)
