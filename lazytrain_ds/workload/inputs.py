@@ -27,6 +27,8 @@ def candidate_calls(
     ids = torch.zeros((micro_batch, sequence_length), dtype=torch.long, device="cpu")
     if "input_ids" in names:
         call: dict[str, Any] = {"input_ids": ids}
+        if "use_cache" in names:
+            call["use_cache"] = False
         with_labels = {**call, "labels": ids} if "labels" in names else None
         return [((), with_labels), ((), call)] if with_labels else [((), call)]
     if any(isinstance(module, nn.Embedding) for module in model.modules()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,13 +79,25 @@ def _facts(modules: Sequence[tuple[str, nn.Module]], owned: set[str]) -> tuple[F
                     (f"{full}.{parameter_name}" if full else parameter_name) in owned,
                 )
             for attribute, value in module.__dict__.items():
-                if attribute.startswith(_FOREIGN) or _INDEX_LIKE.search(attribute):
+                if attribute == "forward" or attribute.startswith(_FOREIGN) or _INDEX_LIKE.search(attribute):
                     continue
-                if isinstance(value, _SCALARS) or (
-                    isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
-                ):
-                    settings[(*where, attribute)] = value
+                described, telling = _describe(value)
+                if telling:
+                    settings[(*where, attribute)] = described
     return structure, settings
+
+
+def _describe(value: Any, depth: int = 0) -> tuple[Any, bool]:
+    """(something whose repr tells equal values from others, whether there is such a thing)."""
+    if isinstance(value, _SCALARS):
+        return value, True
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}", True
+    if isinstance(value, list | tuple | dict) and depth < 3 and len(value) <= 64:
+        items = list(value.items() if isinstance(value, dict) else value)
+        parts = [_describe(item, depth + 1) for item in items]
+        return [part for part, _ in parts], all(telling for _, telling in parts)
+    return None, False
 
 
 def _telling_settings(settings: list[Facts]) -> list[tuple[str, ...]]:

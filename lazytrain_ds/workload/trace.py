@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lazytrain_ds.workload.blocks import BlockTable
 from lazytrain_ds.workload.linear import zero3_linear
@@ -187,6 +187,14 @@ class _Region:
     chained: bool = False
     calls: int = 0
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    like: _Region | None = None
+
+    def copy_from(self, other: _Region) -> None:
+        """The costs of a block that is alike; where its input comes from stays its own."""
+        self.output_bytes, self.kept, self.needs_input = other.output_bytes, other.kept, other.needs_input
+        self.forward, self.backward, self.rerun_operators = other.forward, other.backward, other.rerun_operators
+        self.transient_forward_bytes = other.transient_forward_bytes
+        self.transient_backward_bytes = other.transient_backward_bytes
 
     def result(self) -> BlockTrace:
         return BlockTrace(
@@ -219,6 +227,7 @@ class _Tracer:
         self.current = self.loose
         self.last_output: list[torch.Tensor] = []
         self.hooks_active = True
+        self.seen: dict[Any, tuple[_Region, Callable[[list[torch.Tensor]], Any]]] = {}
         self._start, self._kept_before = 0, 0
         self.parameters = dict(shadow.named_parameters(remove_duplicate=False))
         self.fixed_serials = self.storages.serials([*shadow.parameters(), *shadow.buffers()])
@@ -228,6 +237,7 @@ class _Tracer:
         for handle in self.handles:
             handle.remove()
         self.regions, self.last_output, self.current, self.loose = [], [], _Region(), _Region()
+        self.seen.clear()
         gc.collect()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTrace:
@@ -269,6 +279,7 @@ class _Tracer:
             if block.kind != "block":
                 continue
             module = modules[block.modules[0]]
+            module.__dict__["forward"] = self._shortcut(block.index, block.class_name, module.forward)
             self.handles += [
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, index=block.index: self._before_block(index, args, kwargs),
@@ -285,6 +296,59 @@ class _Tracer:
                 self.handles.append(
                     parameter.register_post_accumulate_grad_hook(lambda owner: setattr(owner, "grad", None))
                 )
+
+    def _shortcut(self, index: int, class_name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward that runs once per class and kind of input, and is repeated from memory after that."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            region = self.regions[index] if self.hooks_active else None
+            if region is None or region.calls != 1:
+                return forward(*args, **kwargs)
+            tensors = _tensors((args, kwargs))
+            key = (class_name, self._kind_of_call(args, kwargs))
+            if key in self.seen:
+                region.like, repeat = self.seen[key]
+                return repeat(tensors)
+            output = forward(*args, **kwargs)
+            repeat = self._repeater(output, tensors)
+            if repeat is not None:
+                self.seen[key] = (region, repeat)
+            return output
+
+        return run
+
+    def _kind_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        kinds: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                # The code may look at the values of an integer tensor, so it must be the very same.
+                which = None if leaf.is_floating_point() else self.storages.serial(leaf)
+                kinds.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, which))
+            else:
+                kinds.append(leaf if isinstance(leaf, int | float | str | None) else id(leaf))
+        return (tuple(kinds), str(spec))
+
+    def _repeater(self, output: Any, inputs: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any] | None:
+        """Makes an output like this one for other inputs; None when it holds objects whose inside we cannot see."""
+        leaves, spec = tree_flatten(output)
+        if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves):
+            return None
+        places = {id(tensor): position for position, tensor in enumerate(inputs)}
+
+        def repeat(tensors: list[torch.Tensor]) -> Any:
+            made = []
+            for leaf in leaves:
+                if not isinstance(leaf, torch.Tensor):
+                    made.append(leaf)
+                elif id(leaf) in places:
+                    made.append(tensors[places[id(leaf)]])
+                else:
+                    fresh = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                    made.append(fresh.requires_grad_(leaf.requires_grad))
+            return tree_unflatten(made, spec)
+
+        return repeat
 
     def _note_order(self, name: str) -> None:
         if self.hooks_active:
@@ -360,15 +424,10 @@ class _Tracer:
 
     def _run_each_class_alone(self) -> None:
         modules = dict(self.shadow.named_modules(remove_duplicate=False))
-        done: dict[Any, _Region] = {}
         for block, region in zip(self.table, self.regions, strict=True):
-            key = (block.class_name, region.result().fingerprint)
-            if key in done:
-                region.backward = done[key].backward
-                region.transient_forward_bytes = done[key].transient_forward_bytes
-                region.transient_backward_bytes = done[key].transient_backward_bytes
+            if region.like is not None:
+                region.copy_from(region.like)  # an earlier block, done by now
                 continue
-            done[key] = region
             if region.call is not None:
                 self._forward_alone(region, modules[block.modules[0]])
             names = [*block.parameters, *(name for name, _ in block.borrows)]
@@ -378,11 +437,15 @@ class _Tracer:
         """What a block uses while it runs when nothing is kept (then all of it is transient)."""
         assert region.call is not None
         args, kwargs = region.call
-        with torch.no_grad(), self.trace:
-            self.trace.start_watching()
-            output = module(*args, **kwargs)
-            peak = self.trace.stop_watching()
-        del output
+        try:
+            with torch.no_grad(), self.trace:
+                self.trace.start_watching()
+                output = module(*args, **kwargs)
+                peak = self.trace.stop_watching()
+            del output
+        except Exception:  # it cannot be called twice (a cache that grew); what it used with everything kept bounds it
+            self.trace.stop_watching()
+            peak = region.transient_forward_bytes + sum(region.kept.values())
         region.transient_forward_bytes = max(region.transient_forward_bytes, peak)
 
     def _backward_alone(self, region: _Region, parameters: list[nn.Parameter]) -> None:
