@@ -181,7 +181,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                 self._enter("backward", block)
                 own = True
             if not own:
-                if self._visit is not None and self._visit[0] == "backward":
+                if self._deferred is None and self._visit is not None and self._visit[0] == "backward":
                     # A child's pre-backward hook began the visit before the re-runs: it goes on after the last one.
                     self._deferred = self._visit[1]
                 self._enter("rerun" if in_backward() else "forward", block)
