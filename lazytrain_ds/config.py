@@ -184,9 +184,11 @@ class _Section(BaseModel):
 
 
 class PlannerConfig(_Section):
-    """How the plan is found. `time_limit`: seconds. `gap`: relative gap at which the solver may stop."""
+    """How the plan is found. `kind`: `"milp"` (ours, the default), `"rules"` (the best of them), a rule's name, or
+    `"paper"` (the published activation program). `time_limit`: seconds. `gap`: relative gap at which the solver may stop.
+    """
 
-    kind: Annotated[str, _choice(AUTO, "milp", "rules", *RULES)] = AUTO
+    kind: Annotated[str, _choice(AUTO, "milp", "rules", "paper", *RULES)] = AUTO
     solver: Annotated[str, _choice(AUTO, "highs", "scip", "cp_sat")] = AUTO
     time_limit: Annotated[float | Auto, _or_auto(_number_from(0, exclusive=True))] = "auto"
     gap: Annotated[float | Auto, _or_auto(_number_from(0, exclusive=False))] = "auto"

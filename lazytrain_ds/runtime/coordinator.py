@@ -175,6 +175,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
     @contextmanager
     def hold(self, block: int) -> Iterator[None]:
         """Parameters of `block` are present and stay: a visit of its own (re-run) unless it is being visited."""
+        interrupted = None
         with self._lock:
             own = self._visit is not None and self._visit[1] == block and self._visit[0] != "forward"
             if block == self._deferred:
@@ -182,8 +183,9 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                 own = True
             if not own:
                 if self._deferred is None and self._visit is not None and self._visit[0] == "backward":
-                    # A child's pre-backward hook began the visit before the re-runs: it goes on after the last one.
-                    self._deferred = self._visit[1]
+                    # In the middle of that block's backward, which goes on afterwards with its parameters.
+                    interrupted = self._visit, self._action, self._lent
+                    self._visit, self._lent = None, set()
                 self._enter("rerun" if in_backward() else "forward", block)
             self.store.need(block)
             self.store.blocks[block].holds += 1
@@ -196,6 +198,14 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                     self._leave()
                     if self._deferred == block + 1:  # the last block of the segment: now its own backward begins
                         self._enter("backward", self._deferred)
+                if interrupted is not None:
+                    self._visit, self._action, self._lent = interrupted
+
+    def backward_begins(self, block: int) -> None:
+        """What `block`'s backward was deferred for is done (also where nothing had to be re-run)."""
+        with self._lock:
+            if self._deferred == block:
+                self._enter("backward", block)
 
     # -- release -----------------------------------------------------------------------------------------------
     @torch.no_grad()

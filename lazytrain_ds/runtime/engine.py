@@ -129,19 +129,25 @@ class LazyTrainEngine(DeepSpeedEngine):
             modules,
             device=setup.device,
             parameters=access,
-            store=self._lt_book.nvme_store,
             pin_memory=setup.device.pin_memory,
+            root=self.module,
+            allocate_staging=self._lt_book.empty_staging,
         )
         self._lt_activations.install()
+        self._lt_use_plan()
+
+    def _lt_use_plan(self) -> None:
+        """Carry out the activation side of the plan in force from the next forward on."""
+        self._lt_activations.mover.store = self._lt_book.nvme_store  # opened when the first plan needs it
         self._lt_activations.set_actions(self._lt_book.actions())
 
     # -- forward and backward ----------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._lt_activations is None or not (self.module.training and torch.is_grad_enabled()):
+        if self._lt_activations is None or not torch.is_grad_enabled():  # in eval mode a backward may come as well
             return super().forward(*inputs, **kwargs)
         self._lt_end_micro_step()
         if self._lt_book.replan_for(inputs, kwargs):
-            self._lt_activations.set_actions(self._lt_book.actions())
+            self._lt_use_plan()
             self._lt_console.plan(self._lt_book.instance, self._lt_book.plan, "activations")
         self._lt_activations.micro_step_begins()
         self._lt_micro_step_open = True
@@ -151,6 +157,12 @@ class LazyTrainEngine(DeepSpeedEngine):
         except BaseException:
             self._lt_abort()
             raise
+
+    def _backward_prologue(self) -> None:
+        """The gradient has arrived at the model's output, by `engine.backward` or by the user's own `backward`."""
+        super()._backward_prologue()
+        if self._lt_activations is not None:
+            self._lt_activations.backward_begins()
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         try:
@@ -223,9 +235,15 @@ class LazyTrainEngine(DeepSpeedEngine):
         return super().load_checkpoint(load_dir, *args, **kwargs)
 
     def destroy(self) -> None:
-        if self._lt_activations is not None:
-            self._lt_activations.remove()
-            self._lt_activations = None
-        super().destroy()
-        if self._lt_book is not None:
-            self._lt_book.close()
+        """Free everything: device bytes, host threads, swap files; the model gets its plain forwards back."""
+        try:
+            if self._lt_activations is not None:
+                self._lt_activations.abort()
+                self._lt_activations.remove()
+                self._lt_activations = None
+        finally:
+            try:
+                super().destroy()
+            finally:
+                if self._lt_book is not None:
+                    self._lt_book.close()

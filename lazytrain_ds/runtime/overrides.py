@@ -91,6 +91,7 @@ OVERRIDDEN: Final[tuple[Override, ...]] = (
         ),
         ("_configure_zero_optimizer", "(self, optimizer)", "overridden: builds our optimizer subclass"),
         ("forward", "(self, *inputs, **kwargs)", "overridden: activation plan, drains"),
+        ("_backward_prologue", "(self)", "overridden: offloaded activations start to come back"),
         ("backward", "(self, loss, retain_graph=False, scale_wrt_gas=True)", "overridden: gradients leave as produced"),
         ("step", "(self, lr_kwargs=None)", "overridden: hides the optimizer step; calls the original"),
         ("destroy", "(self)", "overridden: stops threads, removes swap files"),

@@ -8,7 +8,8 @@ again when a larger batch comes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, PlanError
+from lazytrain_ds.errors import ConfigError, InfeasibleError, PlanError
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.planning.instance import Allowed, Instance
 from lazytrain_ds.planning.plan import Plan
@@ -31,6 +32,7 @@ from lazytrain_ds.runtime.device import make_device
 from lazytrain_ds.runtime.machine import local_hardware
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
 from lazytrain_ds.runtime.setup import BlockModules, Setup
+from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.build import Training, build_instance
 from lazytrain_ds.workload.profile import Profile, profile_model
@@ -83,6 +85,32 @@ def allowed_by(config: LazyTrainConfig, world_size: int) -> Allowed:
     )
 
 
+def best_of_rules(solved: Callable[[str], Plan]) -> Plan:
+    """The rule plan with the shortest predicted step; what `solved` raises where none of them fits."""
+    plans: list[Plan] = []
+    failure: Exception | None = None
+    for name in RULES:
+        try:
+            plans.append(solved(name))
+        except (InfeasibleError, PlanError) as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=lambda plan: plan.prediction.step_seconds)
+
+
+_names_in_use: set[str] = set()
+
+
+def take_store_name(rank: int) -> str:
+    """A name for one more store of this process: the same in each run, so that it takes over what a killed one left."""
+    names = (f"rank{rank}" if number == 1 else f"rank{rank}-{number}" for number in itertools.count(1))
+    name = next(name for name in names if name not in _names_in_use)
+    _names_in_use.add(name)
+    return name
+
+
 class PlanBook:
     """Makes and keeps the Instance, the Plan and the Policy of one engine."""
 
@@ -92,12 +120,13 @@ class PlanBook:
         self.world_size = dist.get_world_size()
         self.hardware: HardwareSpec = local_hardware(config)
         self.device = make_device(config, self.hardware)
-        self.nvme_store: Any = None
+        self.nvme_store: NvmeStore | None = None
         self.instance: Instance | None = None
         self.plan: Plan | None = None
         self.policy: Policy | None = None
         self.placement: Plan | None = None
         self.notes: list[str] = []
+        self._store_name = ""
         self._seen = (0, 0)
         self._setup: Setup | None = None
         self._training: Training | None = None
@@ -176,29 +205,77 @@ class PlanBook:
         for value in (self.config.activations, self.config.parameters, self.config.optimizer_states):
             if value in RULES:
                 kind = value
-        return solve(
-            instance,
-            placement=placement,
-            kind={"milp": "auto", "rules": "auto"}.get(kind, kind),
-            time_limit_seconds=None if planner.time_limit == "auto" else planner.time_limit,
-            gap=0.01 if planner.gap == "auto" else planner.gap,
-            solver=planner.solver,
-        )
+
+        def solved(kind: str) -> Plan:
+            return solve(
+                instance,
+                placement=placement,
+                kind=kind,
+                time_limit_seconds=None if planner.time_limit == "auto" else planner.time_limit,
+                gap=0.01 if planner.gap == "auto" else planner.gap,
+                solver=planner.solver,
+            )
+
+        return best_of_rules(solved) if kind == "rules" else solved("auto" if kind == "milp" else kind)
 
     def _accept(self, instance: Instance, plan: Plan) -> None:
+        """Make `plan` the one in force. Nothing is changed where it, or the policy for it, is refused."""
         plan.check(instance)
-        self.instance, self.plan = instance, plan
+        policy = self._make_policy(instance, plan)
+        self.instance, self.plan, self.policy = instance, plan, policy
+        self._open_store()
+        self._write_report()
+
+    def _make_policy(self, instance: Instance, plan: Plan) -> Policy:
         if self.config.policy == "auto":
-            self.policy = PlanPolicy(plan, instance, self.table)
-            return
+            return PlanPolicy(plan, instance, self.table)
         module, _, name = self.config.policy.partition(":")
         try:
             made = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f'"lazytrain.policy": cannot import {self.config.policy!r}: {error}') from error
-        self.policy = made(plan, instance, self.table)
-        if not isinstance(self.policy, Policy):
+        policy = made(plan, instance, self.table)
+        if not isinstance(policy, Policy):
             raise ConfigError(f'"lazytrain.policy": {name} is not a lazytrain_ds.runtime.policy.Policy')
+        return policy
+
+    def _open_store(self) -> None:
+        """Open the NVMe store once the policy in force sends anything there: a directory of its own per rank."""
+        if self.nvme_store is not None or not self._uses_nvme():
+            return
+        if self.config.nvme_path == "auto":
+            raise ConfigError('the plan sends data to NVMe; set "lazytrain.nvme_path" to a directory on a local disk')
+        self._store_name = take_store_name(dist.get_rank())
+        self.nvme_store = NvmeStore(
+            self.config.nvme_path,
+            name=self._store_name,
+            aio=self.engine.aio_config(),
+            space_limit_bytes=None if self.config.nvme_space == "auto" else int(self.config.nvme_space),
+        )
+
+    def _uses_nvme(self) -> bool:
+        policy = self.policy
+        for block in range(self.plan.block_count):
+            action = policy.activations(block)
+            homes = (action.boundary, action.saved_tier, policy.parameter_tier(block), policy.sub_group(block).tier)
+            if "nvme" in homes:
+                return True
+        return False
+
+    def empty_staging(self, byte_count: int) -> torch.Tensor:
+        """Host bytes on their way to or from NVMe, aligned so that the store moves them without a copy."""
+        if self.device.pin_memory:
+            return self.device.empty_host(byte_count, torch.uint8)  # page-locked memory starts on a page
+        return aligned_empty(byte_count, torch.uint8)
+
+    def _write_report(self) -> None:
+        """Leave the plan in force and its instance in the user's report directory (rank 0)."""
+        if self.config.report_dir == "auto" or dist.get_rank() != 0:
+            return
+        directory = Path(self.config.report_dir).expanduser()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, value in (("plan.json", self.plan), ("instance.json", self.instance)):
+            (directory / name).write_text(value.to_json())
 
     # -- activations -------------------------------------------------------------------------------------------
     def replan_for(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -206,7 +283,6 @@ class PlanBook:
         rows, length = batch_shape(inputs, kwargs)
         if rows * length <= self._seen[0] * self._seen[1] and self._seen != (0, 0):
             return False
-        self._seen = (rows, length)
         model = self.engine.module
         try:
             trace = trace_with_inputs(
@@ -227,6 +303,7 @@ class PlanBook:
         self._setup.instance, self._setup.plan, self._setup.policy = self.instance, self.plan, self.policy
         if self._setup.coordinator is not None:
             self._setup.coordinator.policy = self.policy
+        self._seen = (rows, length)  # only now: a shape that was refused is refused again
         return True
 
     @staticmethod
@@ -258,6 +335,8 @@ class PlanBook:
         """Stop threads and remove swap files."""
         if self.nvme_store is not None:
             self.nvme_store.close()
+            self.nvme_store = None
+            _names_in_use.discard(self._store_name)
         self.device.close()
 
 
@@ -281,6 +360,9 @@ class _HookAccess:
         finally:
             self._offload.post_sub_module_forward_function(module)
             parameter_offload.FWD_MODULE_STACK.pop()  # the pre function pushed; only the real hook pops
+
+    def backward_begins(self, block: int) -> None:
+        return None  # DeepSpeed's own pre-backward hooks gather
 
     def view_of(self, tensor: torch.Tensor) -> None:
         return None

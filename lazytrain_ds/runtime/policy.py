@@ -132,9 +132,9 @@ class PlanPolicy(Policy):
     def activations(self, block: int) -> ActivationAction:
         decisions = self.plan.blocks[block]
         choice = self.instance.costs(block, self.plan.micro_batch).choice(decisions.choice)
-        return ActivationAction(
-            choice.kind, choice.ops, decisions.boundary, decisions.saved_tier, decisions.activation_lead
-        )
+        # A selective choice that keeps no operator's output is plain recomputation of a block outside segments.
+        kind = "boundary" if choice.kind == "selective" and not choice.ops else choice.kind
+        return ActivationAction(kind, choice.ops, decisions.boundary, decisions.saved_tier, decisions.activation_lead)
 
     def parameter_tier(self, block: int) -> TierName:
         return self.plan.blocks[block].parameter_tier

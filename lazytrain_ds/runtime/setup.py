@@ -126,6 +126,10 @@ class StoreAccess:
         """The block's parameters are present and stay for the duration."""
         return self._coordinator.hold(block)
 
+    def backward_begins(self, block: int) -> None:
+        """The block's segment has been re-run: its parameters are fetched now."""
+        self._coordinator.backward_begins(block)
+
     def view_of(self, tensor: torch.Tensor) -> SlotView | Any | None:
         """The place of a tensor inside a parameter slot, if it lies in one."""
         return self._store.view_of(tensor)

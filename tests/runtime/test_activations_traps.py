@@ -128,6 +128,9 @@ class OneSlot:
         if before is not None:
             self.fetch(before)
 
+    def backward_begins(self, block: int) -> None:
+        pass
+
     def view_of(self, tensor: torch.Tensor) -> View | None:
         if tensor.untyped_storage().data_ptr() != self.slot.untyped_storage().data_ptr():
             return None

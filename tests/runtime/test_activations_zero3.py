@@ -122,7 +122,7 @@ class Trial:
                 self.engine.step()
             del loss
         self.engine.optimizer._lt_gradients.settle()
-        results.append(self.engine.optimizer.grad_partitions_flat_buffer.clone())
+        results.append(torch.cat(self.engine.optimizer._lt_group_gradients))
         self.engine.step()
         self.runtime.mover.settle()
         held = {k: v for k, v in self.setup.device.ledger.by_purpose().items() if k.startswith("activations")}

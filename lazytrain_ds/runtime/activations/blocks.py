@@ -89,9 +89,14 @@ class BlockCall:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
                 output = self.wrapper.original(*args, **kwargs)
         else:
-            output = self._run_checkpointed(args, kwargs, leaves, spec, tensors)
+            output, place = self._run_checkpointed(args, kwargs, leaves, spec, tensors)
         outputs = tensors_in(output)
         frame.outputs = [OutputRecord.of(tensor) for tensor in outputs]
+        if self.action.boundary == "dropped":
+            begins = functools.partial(_begins, frame, self.block, place)
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(begins)
         if self.wrapper.runtime.watches_backward:
             reached = functools.partial(_reached, frame, self.block)
             for tensor in outputs:
@@ -130,7 +135,8 @@ class BlockCall:
         return "device" if self.action.boundary == "dropped" else self.action.boundary
 
     def _run_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any,
-                          tensors: list[torch.Tensor]) -> Any:  # fmt: skip
+                          tensors: list[torch.Tensor]) -> tuple[Any, tuple[Segment, int] | None]:  # fmt: skip
+        """The block's output, and its place in a segment if its boundary is dropped."""
         wrapper, frame = self.wrapper, self.frame
         runtime = wrapper.runtime
         self._join_segment()
@@ -171,9 +177,9 @@ class BlockCall:
                 message = f"block {wrapper.name}: the output of {reason} cannot be kept and is recomputed"
                 runtime.say_once((wrapper.name, reason), message)
         frame.previous = self if self._rerunnable else None
-        frame.previous_segment = self._place[0] if self._place is not None else None
-        self._place = None  # the segment owns its calls, not the other way round
-        return output
+        place, self._place = self._place, None  # the segment owns its calls, not the other way round
+        frame.previous_segment = place[0] if place is not None else None
+        return output, place
 
     def _check_inputs(self, tensors: list[torch.Tensor], versions: list[int], copies: list[torch.Tensor]) -> None:
         """What autograd was told to save must not have changed; where it has, the second run gets `copies`."""
@@ -322,6 +328,19 @@ class BlockCall:
             leaves[position] = tensors[number]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
+
+
+def _begins(frame: Frame, block: int, place: tuple[Segment, int] | None, gradient: torch.Tensor) -> None:
+    """Tensor hook: the backward of a block with a dropped boundary begins.
+
+    Its segment is re-run now: before the block's own parameters are brought, and before anything needs them. Left to
+    the first unpacked tensor, that would be in the middle of its last module, whose parameters are in use by then.
+    """
+    if place is not None:
+        segment, position = place
+        segment.prepare(position)
+    if frame.parameters is not None:
+        frame.parameters.backward_begins(block)
 
 
 def _reached(frame: Frame, block: int, gradient: torch.Tensor) -> None:

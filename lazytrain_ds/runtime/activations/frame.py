@@ -46,6 +46,9 @@ class ParameterAccess(Protocol):
     def hold(self, index: int) -> AbstractContextManager[None]:
         """Block `index`'s parameters, its submodules' included, are present and stay for the duration; nests."""
 
+    def backward_begins(self, index: int) -> None:
+        """The re-runs that block `index`'s backward had to wait for are over: its parameters are needed now."""
+
     def view_of(self, tensor: torch.Tensor) -> ParameterView | None:
         """The place of `tensor` inside a parameter, if its memory may be reused or emptied before backward."""
 

@@ -71,6 +71,7 @@ class Segment:
     def __init__(self, start: BlockCall) -> None:
         self.calls: list[BlockCall] = [start]
         self._remade: dict[int, dict[int, KeptHandle]] = {}
+        self._prepared: set[int] = set()
         start.segment = weakref.ref(self)
 
     def extend(self, call: BlockCall) -> int:
@@ -80,6 +81,14 @@ class Segment:
         # All of the segment's inputs are needed when its last block is: that is when the first one must be back.
         self.calls[0].needed_at = call.block
         return len(self.calls) - 1
+
+    def prepare(self, place: int) -> None:
+        """Make the inputs of the call at `place` again, once per backward, unless they are there."""
+        if place in self._prepared:
+            return
+        self._prepared.add(place)
+        if set(self._remade.get(place, {})) != set(self.calls[place].links):
+            self._remake(place)
 
     def take(self, place: int, position: int) -> torch.Tensor:
         """Input number `position` of the call at `place`, made again if need be; given out once."""
@@ -127,6 +136,7 @@ class Segment:
     def forget(self) -> None:
         """Drop what was made again and not used."""
         self._remade.clear()
+        self._prepared.clear()
 
 
 class DroppedHandle(Handle):
