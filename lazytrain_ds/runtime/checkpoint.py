@@ -153,8 +153,7 @@ def load_rigid(optimizer: LazyStage3, saved: dict[str, Any], load_optimizer_stat
             _fill({"master": states.master.detach()}, {"master": masters[sub_group.index].detach()}, what)
             if load_optimizer_states:
                 state = _saved_state_of(inner, sub_group.index)
-                if optimizer._lt_updater.convert_state is not None:
-                    state = optimizer._lt_updater.convert_state(state, states.state)
+                state = optimizer._lt_updater.convert(state, states.state, sub_group.numel)
                 _fill(states.state, state, what)
             with optimizer._lt_homes.open_for_update(sub_group.block, (sub_group,), whole=False) as place:
                 place(sub_group).copy_(states.master.detach())
@@ -193,8 +192,7 @@ def load_universal_states(optimizer: LazyStage3, checkpoint_dir: str) -> None:
                 found[name] = whole
             states.master.detach().copy_(found["fp32"])
             state: dict[str, Any] = {"step": step, "exp_avg": found["exp_avg"], "exp_avg_sq": found["exp_avg_sq"]}
-            if optimizer._lt_updater.convert_state is not None:
-                state = optimizer._lt_updater.convert_state(state, states.state)
+            state = optimizer._lt_updater.convert(state, states.state, sub_group.numel)
             _fill(states.state, state, f"sub-group {sub_group.index}")
             with optimizer._lt_homes.open_for_update(sub_group.block, (sub_group,), whole=False) as place:
                 place(sub_group).copy_(states.master.detach())

@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn import Parameter
 
+from lazytrain_ds.optim.kernels import squared_norm
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.worker import HostWorker
 
-__all__ = ["GradientStore", "squared_norm"]
+__all__ = ["GradientStore"]
 
 PURPOSE = "gradients"
-NORM_CHUNK = 4096
-
-
-def squared_norm(gradient: torch.Tensor) -> float:
-    """Sum of squares of a flat gradient: fp32 within fixed chunks of 4,096 elements, fp64 over the chunks.
-
-    Depends on the values only, not on threads, place or splitting. NaN or infinite where the gradient is.
-    """
-    flat = gradient.reshape(-1)
-    total = 0.0
-    step = NORM_CHUNK * 4096
-    for start in range(0, flat.numel(), step):
-        piece = flat[start : start + step].float()
-        whole = piece.numel() // NORM_CHUNK * NORM_CHUNK
-        rows = piece[:whole].view(-1, NORM_CHUNK)
-        if whole:
-            total += float((rows * rows).sum(dim=1).double().sum())
-        if whole < piece.numel():
-            rest = torch.zeros(NORM_CHUNK, dtype=torch.float32, device=piece.device)
-            rest[: piece.numel() - whole] = piece[whole:]
-            total += float((rest * rest).view(1, -1).sum(dim=1).double().sum())
-    return total
 
 
 class GradientStore:
@@ -51,14 +30,14 @@ class GradientStore:
         device: Device,
         worker: HostWorker,
         buffers: dict[int, torch.Tensor],
-        norm: Callable[[torch.Tensor], float] = squared_norm,
+        threads: int = 1,
     ) -> None:
         """`buffers`: ds_id -> flat buffer of the parameter's partition, in the accumulation dtype."""
         self.device = device
         self.worker = worker
         self.buffers = buffers
         self.fresh: set[int] = set()
-        self.norm = norm
+        self.threads = threads
         self._in_flight: deque[tuple[Event, torch.Tensor, int]] = deque()
         self.moved_bytes = 0
 
@@ -111,7 +90,7 @@ class GradientStore:
         total = 0.0
         for parameter in parameters:
             if parameter.ds_id in self.fresh:
-                total += self.norm(self.buffers[parameter.ds_id])
+                total += squared_norm(self.buffers[parameter.ds_id], num_threads=self.threads)[0]
         return total if math.isfinite(total) else math.inf
 
     def missing(self, parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from deepspeed.utils import logger
+from lazytrain_ds.optim.fused_adamw import FusedAdamW
 
 __all__ = ["make_basic_optimizer"]
 
@@ -25,12 +24,7 @@ def make_basic_optimizer(name: str | None, parameters: dict[str, Any] | None, mo
     for ignored in ("torch_adam", "fp32_optimizer_states", "adamw_mode"):
         values.pop(ignored, None)
     decoupled = values.pop("adam_w_mode", True) or name.lower() == "adamw"
-    if not values.pop("bias_correction", True) or values.get("amsgrad"):
+    if values.pop("amsgrad", False):
         return None
-    values.pop("amsgrad", None)
-    try:
-        from lazytrain_ds.optim.fused_adamw import FusedAdamW
-    except ImportError:
-        logger.info("lazytrain: host updates run torch's fused AdamW")
-        return torch.optim.AdamW(model_parameters, fused=True, **values) if decoupled else None
-    return FusedAdamW(model_parameters, decoupled=decoupled, **values)
+    # The norm over all gradients tells whether they are finite before any update starts.
+    return FusedAdamW(model_parameters, adam_w_mode=decoupled, check_finite=False, **values)

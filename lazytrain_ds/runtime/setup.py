@@ -14,7 +14,6 @@ from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.runtime.device.base import Device
-from lazytrain_ds.runtime.gradients import squared_norm
 from lazytrain_ds.runtime.policy import Policy
 from lazytrain_ds.workload.blocks import BlockTable
 
@@ -70,7 +69,7 @@ class Setup:
     plan: Plan
     policy: Policy
     quantizable: Callable[[Parameter], bool] = lambda parameter: False
-    norm: Callable[[torch.Tensor], float] = squared_norm
+    host_threads: int = 1
     nvme: Any = None
     store: ParameterStore | None = field(default=None, init=False)
     coordinator: LazyCoordinator | None = field(default=None, init=False)
@@ -98,7 +97,7 @@ class Setup:
             block.pooled = block.index in self.block_modules
 
     def precision_spans(self, parameters: Sequence[Parameter], precision: str) -> list[tuple[int, int, str]]:
-        """(offset, numel, precision) of each parameter of a sub-group, neighbours of one precision joined.
+        """(offset, numel, precision) of each parameter of a sub-group; neighbours with fp32 states are joined.
 
         `precision` is the sub-group's; parameters that may not have 8-bit states have fp32 ones all the same.
         """
@@ -107,7 +106,7 @@ class Setup:
         for parameter in parameters:
             numel = parameter.partition_numel()
             own = "8bit" if precision == "8bit" and self.quantizable(parameter) else "fp32"
-            if spans and spans[-1][2] == own:
+            if spans and spans[-1][2] == own == "fp32":
                 spans[-1] = (spans[-1][0], spans[-1][1] + numel, own)
             else:
                 spans.append((at, numel, own))

@@ -117,7 +117,7 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self._lt_jobs: list[tuple[int, dict[str, Any], float]] = []
         self._lt_ready: dict[int, Event] = {}
         self._lt_norm: float | None = None
-        self._lt_updater: Updater = make_updater(init_optimizer)
+        self._lt_updater: Updater = make_updater(init_optimizer, setup.host_threads)
         if self._lt_one_rank:
             kwargs["contiguous_gradients"] = False  # its bucket would never be used
         super().__init__(module, init_optimizer, param_names, *args, **kwargs)
@@ -236,7 +236,7 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
     def _lt_finish(self) -> None:
         setup = self.lazytrain
         buffers = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        self._lt_gradients = GradientStore(setup.device, self._lt_worker, buffers, setup.norm)
+        self._lt_gradients = GradientStore(setup.device, self._lt_worker, buffers, setup.host_threads)
         trainable = {p.ds_id for group in self.fp16_groups for p in group}
         self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
         if not self._lt_one_rank:

@@ -6,12 +6,17 @@ steps the fp32 master and writes the low-precision copy. `hyper` are the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lazytrain_ds.optim.convert_state import adopt_state, segments_tensor
+from lazytrain_ds.optim.fused_adamw import FusedAdamW, hyper_parameters
+from lazytrain_ds.optim.kernels import adamw_segments_step_
+from lazytrain_ds.optim.layout import FP32_KEYS, QUANTIZED_KEYS, Precision, StateLayout
+from lazytrain_ds.optim.quantization import number_of_blocks
 from lazytrain_ds.runtime.optimizer_states import Span, States
 
 __all__ = ["FusedUpdater", "TorchUpdater", "Update", "Updater", "make_updater"]
@@ -29,16 +34,15 @@ class Update:
 
 
 class Updater:
-    """Makes states and applies updates to them.
-
-    `convert_state(saved, mine)` turns a saved state of another format into that of `mine`; None: taken as it is.
-    """
-
-    convert_state: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
+    """Makes states and applies updates to them."""
 
     def new_state(self, master: torch.Tensor, spans: Sequence[Span]) -> dict[str, Any]:
         """State of a sub-group before its first step, allocated, so that memory does not grow at step one."""
         return {}
+
+    def convert(self, saved: dict[str, Any], mine: dict[str, Any], numel: int) -> dict[str, Any]:
+        """A saved state, perhaps of another optimizer or precision, in the format of `mine`."""
+        return saved
 
     def apply(self, update: Update, states: States, low_precision: torch.Tensor) -> None:
         """Run one update in the calling thread; the new weights also go to `low_precision`."""
@@ -46,25 +50,72 @@ class Updater:
 
 
 class FusedUpdater(Updater):
-    """Our optimizers (`FusedAdamW`, `HybridAdamW8bit`): one pass over master, moments, gradient and copy, GIL free."""
+    """Our optimizers: one pass over master, moments, gradient and low-precision copy, the GIL released."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.convert_state = getattr(optimizer, "convert_state", None)
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
 
     def new_state(self, master: torch.Tensor, spans: Sequence[Span]) -> dict[str, Any]:
-        return self.optimizer.new_state(master, spans)
+        layout = StateLayout.of(master.numel(), spans)
+        state = {"step": torch.tensor(0.0), **layout.new_state(master.device)}
+        if len(layout.segments) > 1:
+            state["segments"] = segments_tensor(layout)
+        return state
+
+    def convert(self, saved: dict[str, Any], mine: dict[str, Any], numel: int) -> dict[str, Any]:
+        return adopt_state(saved, state_layout(mine, numel)) if saved else {}
 
     def apply(self, update: Update, states: States, low_precision: torch.Tensor) -> None:
-        self.optimizer.update(
-            states.master.detach(),
-            states.state,
-            update.gradient,
-            update.hyper,
-            grad_scale=update.gradient_scale,
-            out=low_precision,
-            spans=update.spans,
+        state, master = states.state, states.master.detach()
+        step = int(state["step"]) + 1
+        layout = state_layout(state, master.numel())
+        separate = low_precision if low_precision.dtype in (torch.bfloat16, torch.float16) else None
+        options: dict[str, Any] = dict(
+            hyper_parameters(update.hyper), step=step, grad_scale=update.gradient_scale, num_threads=self.threads
         )
+        if update.spans is None:
+            adamw_segments_step_(master, update.gradient, state, layout, out=separate, **options)
+        else:
+            for start, stop, precision, tensors in _pieces(layout, state, update.spans):
+                adamw_segments_step_(
+                    master[start:stop],
+                    update.gradient[start:stop],
+                    tensors,
+                    StateLayout.whole(stop - start, precision),
+                    out=None if separate is None else separate[start:stop],
+                    **options,
+                )
+        state["step"] = torch.tensor(float(step))
+        if separate is None and low_precision.data_ptr() != master.data_ptr():
+            low_precision.copy_(master)
+
+
+def state_layout(state: dict[str, Any], numel: int) -> StateLayout:
+    """How the moments of a state lie, read off the state itself."""
+    if "segments" in state:
+        rows = state["segments"].tolist()
+        return StateLayout.of(numel, [(offset, count, "8bit" if coded else "fp32") for offset, count, coded in rows])
+    return StateLayout.whole(numel, "8bit" if "exp_avg_codes" in state else "fp32")
+
+
+def _pieces(
+    layout: StateLayout, state: dict[str, Any], spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, Precision, dict[str, torch.Tensor]]]:
+    """(start, stop, precision, state views) of the parts of a layout inside `spans`.
+
+    A span is whole parameters and a quantized segment is one, so those are never cut; blocks of 256 stay whole.
+    """
+    for segment, (place, block) in zip(layout.segments, layout.places, strict=True):
+        for offset, numel in spans:
+            start, stop = max(offset, segment.offset), min(offset + numel, segment.offset + segment.numel)
+            if start >= stop:
+                continue
+            at = place + start - segment.offset
+            tensors = {}
+            for key in FP32_KEYS if segment.precision == "fp32" else QUANTIZED_KEYS:
+                first, count = (block, number_of_blocks(stop - start)) if "absmax" in key else (at, stop - start)
+                tensors[key] = state[key][first : first + count]
+            yield start, stop, segment.precision, tensors
 
 
 class TorchUpdater(Updater):
@@ -115,8 +166,8 @@ def _copy(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def make_updater(optimizer: torch.optim.Optimizer) -> Updater:
-    """The fastest updater that gives this optimizer's numerics."""
-    if hasattr(optimizer, "new_state") and hasattr(optimizer, "update"):
-        return FusedUpdater(optimizer)
+def make_updater(optimizer: torch.optim.Optimizer, threads: int) -> Updater:
+    """The fastest updater that gives this optimizer's numerics. `threads`: host threads of a fused update."""
+    if isinstance(optimizer, FusedAdamW):
+        return FusedUpdater(threads)
     return TorchUpdater(optimizer)
