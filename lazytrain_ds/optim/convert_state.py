@@ -26,7 +26,8 @@ def segments_tensor(layout: StateLayout) -> torch.Tensor:
     return layout.kernel_table[:, :3].clone()
 
 
-def _saved_layout(state: dict[str, Any], numel: int) -> StateLayout:
+def saved_layout(state: dict[str, Any], numel: int) -> StateLayout:
+    """How the moments of a native state of `numel` elements lie, read off the state itself."""
     rows = state.get("segments")
     if rows is not None:
         return StateLayout.of(numel, [(o, n, "8bit" if q else "fp32") for o, n, q in rows.tolist()])
@@ -35,7 +36,7 @@ def _saved_layout(state: dict[str, Any], numel: int) -> StateLayout:
 
 def fp32_moments(state: dict[str, Any], numel: int) -> dict[str, torch.Tensor]:
     """Flat fp32 exp_avg and exp_avg_sq of `numel` elements of a native state (on its device)."""
-    layout = _saved_layout(state, numel)
+    layout = saved_layout(state, numel)
     layout.check_state(state)
     out = {}
     for key, signed in _MOMENTS:
@@ -124,7 +125,7 @@ def adopt_state(saved: dict[str, Any], layout: StateLayout, device: torch.device
         else:
             sizes = {saved[k].numel() for k in FP32_KEYS}
         native = {k: v for k, v in saved.items() if k != "step"}
-        build = lambda: _fit(native, _saved_layout(native, layout.numel), layout, device)
+        build = lambda: _fit(native, saved_layout(native, layout.numel), layout, device)
     elif layout.numel == 0:
         sizes, build = {0}, lambda: {}
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lazytrain_ds.optim.convert_state import adopt_state, segments_tensor
+from lazytrain_ds.optim.convert_state import adopt_state, saved_layout, segments_tensor
 from lazytrain_ds.optim.fused_adamw import FusedAdamW, hyper_parameters
 from lazytrain_ds.optim.kernels import adamw_segments_step_
 from lazytrain_ds.optim.layout import FP32_KEYS, QUANTIZED_KEYS, Precision, StateLayout
@@ -63,12 +63,12 @@ class FusedUpdater(Updater):
         return state
 
     def convert(self, saved: dict[str, Any], mine: dict[str, Any], numel: int) -> dict[str, Any]:
-        return adopt_state(saved, state_layout(mine, numel)) if saved else {}
+        return adopt_state(saved, saved_layout(mine, numel)) if saved else {}
 
     def apply(self, update: Update, states: States, low_precision: torch.Tensor) -> None:
         state, master = states.state, states.master.detach()
         step = int(state["step"]) + 1
-        layout = state_layout(state, master.numel())
+        layout = saved_layout(state, master.numel())
         separate = low_precision if low_precision.dtype in (torch.bfloat16, torch.float16) else None
         options: dict[str, Any] = dict(
             hyper_parameters(update.hyper), step=step, grad_scale=update.gradient_scale, num_threads=self.threads
@@ -88,14 +88,6 @@ class FusedUpdater(Updater):
         state["step"] = torch.tensor(float(step))
         if separate is None and low_precision.data_ptr() != master.data_ptr():
             low_precision.copy_(master)
-
-
-def state_layout(state: dict[str, Any], numel: int) -> StateLayout:
-    """How the moments of a state lie, read off the state itself."""
-    if "segments" in state:
-        rows = state["segments"].tolist()
-        return StateLayout.of(numel, [(offset, count, "8bit" if coded else "fp32") for offset, count, coded in rows])
-    return StateLayout.whole(numel, "8bit" if "exp_avg_codes" in state else "fp32")
 
 
 def _pieces(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lazytrain_ds.optim.fused_adamw import FusedAdamW
+from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
 from lazytrain_ds.runtime.swap import NvmeStore
 from tests.runtime.test_stage3 import assert_same, train
 from tests.runtime.zero3 import engine_for, full_parameters, zero3_config
@@ -44,10 +46,10 @@ def groups(model: nn.Module):
     return [{"params": parameters[::2], "weight_decay": 0.1, "lr": 1e-3}, {"params": parameters[1::2], "lr": 3e-3}]
 
 
-def run(tmp_path, seed, dtype="fp32", accumulation=1, steps=4, **changes):
+def run(tmp_path, seed, dtype="fp32", accumulation=1, steps=4, optimizer_type=torch.optim.AdamW, **changes):
     torch.manual_seed(0)
     model = Wide()
-    optimizer = torch.optim.AdamW(groups(model), betas=(0.9, 0.95))
+    optimizer = optimizer_type(groups(model), betas=(0.9, 0.95))
     config = zero3_config(dtype, accumulation, clip=0.01)
     with NvmeStore(tmp_path / "nvme") as store:
         engine = engine_for(model, config, seed, optimizer=optimizer, nvme=store, **changes)
@@ -69,6 +71,37 @@ def test_parameters_on_nvme_are_exact(tmp_path, dtype, accumulation):
         assert_same(run(tmp_path, seed, dtype, accumulation, tiers=tiers), reference)
     plain = run(tmp_path, None, dtype, accumulation)
     assert plain[0] == pytest.approx(reference[0], rel=1e-5 if dtype == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("optimizer_type", [FusedAdamW, HybridAdamW8bit])
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 4)])
+def test_states_on_nvme_are_exact(tmp_path, optimizer_type, dtype, accumulation):
+    kind = {"optimizer_type": optimizer_type, "dtype": dtype, "accumulation": accumulation}
+    reference = run(tmp_path, 0, tiers=("host",), states=("host",), **kind)
+    for seed, states in ((1, ("nvme",)), (2, ("nvme", "host", "device")), (3, ("nvme", "host", "device"))):
+        assert_same(run(tmp_path, seed, tiers=("nvme", "host"), states=states, **kind), reference)
+    if optimizer_type is FusedAdamW and dtype == "fp32":
+        plain = run(tmp_path, None, dtype, accumulation)
+        assert plain[0] == pytest.approx(reference[0], rel=1e-5)
+
+
+def test_bytes_through_nvme_per_parameter_and_step(tmp_path):
+    torch.manual_seed(0)
+    model = Wide()
+    count = sum(p.numel() for p in model.parameters())
+    with NvmeStore(tmp_path / "nvme") as store:
+        optimizer = FusedAdamW(groups(model), betas=(0.9, 0.95))
+        engine = engine_for(
+            model, zero3_config(), 1, optimizer=optimizer, nvme=store, tiers=("host",), states=("nvme",)
+        )
+        train(engine, calls(1))
+        engine.optimizer.drain()
+        before = store.bytes_read + store.bytes_written
+        train(engine, calls(3)[1:])
+        engine.optimizer.drain()
+        moved = store.bytes_read + store.bytes_written - before
+        engine.destroy()
+    assert moved / 2 / count <= 24 * 1.001
 
 
 def test_a_changed_gathered_parameter_on_nvme_goes_home(tmp_path):
