@@ -22,7 +22,7 @@ __all__ = ["Candidate", "Found", "plan_auto"]
 
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
 _RESERVATIONS: Final = 4
-_MODEL_GAP: Final = 1e-3
+_MODEL_GAP: Final = 5e-3
 
 
 @dataclass

@@ -162,7 +162,9 @@ class CountModel:
         self.variables[Key(g, "parameter_out")] = out
 
     def _rate(self, row: Row) -> float:
-        return self.derate if row.name in TRANSFER_CHANNELS else 1.0
+        if row.name not in TRANSFER_CHANNELS:
+            return 1.0
+        return self.derate**2 if row.name.startswith("nvme") else self.derate
 
     def _expression(self, row: Row, unit: float) -> mathopt.LinearSum:
         terms = [
@@ -201,6 +203,9 @@ class CountModel:
         for phase, variable in phases:
             for row in relaxation.times[phase]:
                 expression = self._expression(row, scale * self._rate(row))
+                if self.derate < 1 and phase == "first" and row.name == "nvme_write":
+                    # FIFO: the last states are written behind most of the first forward's activations. No bound.
+                    expression = expression + self._expression(relaxation.written_seconds, scale)
                 relief: mathopt.LinearTypes = 0.0
                 if phase in ("backward", "micro") and row.name == "h2d":
                     relief = saved * self.early
@@ -230,6 +235,13 @@ class CountModel:
                 slack = self.short[tier] = model.add_variable(lb=0.0, name=f"short_{tier}")
             if tier != "device":
                 used = self._expression(relaxation.memory[tier], _UNIT)
+                if tier == "host":
+                    # What has not been written yet when backward starts is still in host memory.
+                    unwritten = model.add_variable(lb=0.0, name="unwritten")
+                    writing = costs.nvme_write.bytes_per_second * self._scale / _UNIT
+                    writes = self._expression(relaxation.written_seconds, self._scale)
+                    model.add_linear_constraint(unwritten - writing * writes + writing * self.forward >= 0)
+                    used = used + self._staging() + unwritten
                 self._limit(tier, used - slack, cap)
                 continue
             fixed = self._expression(relaxation.memory["device"], _UNIT)
@@ -259,6 +271,19 @@ class CountModel:
         budget = instance.nvme_write_budget_bytes_per_step
         if budget is not None:
             self._limit("nvme_written", self._expression(relaxation.written, _UNIT), budget / _UNIT)
+
+    def _staging(self) -> mathopt.LinearSum:
+        """Staging buffers on the host: a kind costs its largest option that occurs."""
+        model, groups = self.model, self.relaxation.groups
+        kinds: list[mathopt.Variable] = []
+        for name, options in self.relaxation.staging.items():
+            largest = model.add_variable(lb=0.0, name=f"staging_{name}")
+            for key, byte_count in options.items():
+                occurs = model.add_variable(lb=0.0, ub=1.0, is_integer=not self.relaxed, name=f"occurs_{name}_{key}")
+                model.add_linear_constraint(self.variables[key] - groups[key.group].size * occurs <= 0)
+                model.add_linear_constraint(largest - (byte_count / _UNIT) * occurs >= 0)
+            kinds.append(largest)
+        return mathopt.fast_sum(kinds)
 
     def _last_backward(self, n: int) -> mathopt.LinearTypes:
         """Longest time the last block's backward may take, by its choice."""

@@ -95,8 +95,11 @@ class Relaxation:
         self._make_groups()
         self.times: dict[Phase, list[Row]] = {"first": [], "forward": [], "backward": [], "micro": [], "step": []}
         self.memory: dict[TierName, Row] = {tier: Row(tier) for tier in TIERS}
+        # Bytes of host memory a kind of staging takes as soon as one of its options occurs.
+        self.staging: dict[str, dict[Key, int]] = {"states": {}, "parameters": {}, "gradients": {}}
         self.written = Row("nvme_written")
         self.offloaded_seconds = Row("activations out")  # D2H seconds of one forward's activations
+        self.written_seconds = Row("activations to NVMe")  # write seconds of one forward's activations
         # Device rows at the start of the last block's and the last but one's backward, beyond memory["device"].
         self.turn = Row("turn")
         self.next = Row("next")
@@ -179,7 +182,7 @@ class Relaxation:
         memory["device"].constant = instance.fixed_device_bytes
         memory["host"].constant = instance.fixed_host_bytes
         if hidden:
-            # Two staging buffers: all but the last two states are written before the last block's update begins.
+            # Two staging buffers: all states but the last two are written before the last block's update begins.
             writes = [
                 max((costs.nvme_write.seconds(costs.group(b, group)[1]) for group in self._nvme_groups(b)), default=0.0)
                 for b in range(n)
@@ -297,6 +300,7 @@ class Relaxation:
         for key, coefficient in relief.items():
             self.d2h_micro.add(key, coefficient)
 
+        self._staging()
         self.turn.constant = last_block.transient_backward_bytes + last_block.gradient_bytes
         if n > 1:
             second = costs.blocks[n - 2]
@@ -304,6 +308,22 @@ class Relaxation:
         for block, owners in costs.borrowed.items():
             if block == n - 1:
                 self.turn.constant += sum(costs.blocks[owner].gradient_bytes for owner in owners)
+
+    def _staging(self) -> None:
+        """Host staging buffers: two of the largest of each kind that occurs."""
+        for g, group in enumerate(self.groups):
+            numbers = group.numbers
+            if not numbers.trainable:
+                continue
+            for index, sub_group in enumerate(group.optimizers):
+                key = Key(g, "optimizer", index)
+                if sub_group.tier == "nvme":
+                    self.staging["states"][key] = 2 * self.costs.group(group.blocks[0], sub_group)[1]
+                if sub_group.step_device == "host" and self.rounds > 1:
+                    self.staging["gradients"][key] = 2 * numbers.gradient_bytes
+            for index, (tier, _) in enumerate(group.parameters):
+                if tier == "nvme":
+                    self.staging["parameters"][Key(g, "parameter", index)] = 2 * numbers.parameter_bytes
 
     def _nvme_groups(self, block: int) -> list[SubGroupPlan]:
         options = self.groups[self.group_of[block]].optimizers
@@ -360,6 +380,7 @@ class Relaxation:
                 self.read_micro.add(key, read)
                 self.write_step.add(key, rounds * write)
                 self.write_micro.add(key, write)
+                self.written_seconds.add(key, write)
                 self.written.add(key, rounds * byte_count)
 
     def _optimizer_terms(
@@ -489,5 +510,8 @@ class Relaxation:
             need = self.memory[tier].value(counts)
             if tier == "device":
                 need += max(self.turn.value(counts), self.next.value(counts) if self.instance.block_count > 1 else 0.0)
+            elif tier == "host":
+                for kind in self.staging.values():
+                    need += max((size for key, size in kind.items() if counts.get(key)), default=0)
             excess += max(0.0, need - self.costs.caps[tier])
         return excess
