@@ -65,6 +65,7 @@ def _known(name: str) -> str:
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in names:
         return wanted
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
+    near = [known for known in names if known.startswith(wanted) or known.endswith(wanted)]
+    near += difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
     hint = f'; did you mean "{near[0]}"?' if near else ""
     raise ConfigError(f'hardware: no preset "{name}"{hint} (known: {", ".join(names)})')

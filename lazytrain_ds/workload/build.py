@@ -25,6 +25,7 @@ from lazytrain_ds.planning.schema import Precision
 from lazytrain_ds.workload.blocks import Block, BlockTable
 from lazytrain_ds.workload.menu import activation_menu
 from lazytrain_ds.workload.operators import Operator
+from lazytrain_ds.workload.phases import phase_bytes
 from lazytrain_ds.workload.profile import Profile
 from lazytrain_ds.workload.signature import parameter_numel
 from lazytrain_ds.workload.trace import BlockTrace
@@ -55,7 +56,8 @@ class Training:
     nvme_write_budget_bytes_per_step: int | None = None
     fixed_device_bytes: int = 0
     fixed_host_bytes: int = 0
-    phases: tuple[PhaseBytes, ...] = ()
+    phases: tuple[PhaseBytes, ...] | None = None
+    gathers_on_save: bool = False
 
 
 def build_instance(
@@ -83,6 +85,9 @@ def build_instance(
     builder = _Builder(model, table, profile, hardware, training, dtype)
     order, classes = builder.classes(sizes)
     trace = profile.traces[max(sizes)]
+    phases = training.phases
+    if phases is None:
+        phases = phase_bytes(model, classes, order, compute_dtype=dtype, gathers_on_save=training.gathers_on_save)
     fixed = trace.shared_bytes + trace.loose_bytes + trace.input_bytes
     return Instance(
         name=name or type(model).__name__,
@@ -114,7 +119,7 @@ def build_instance(
         host_accumulate_seconds_per_parameter=hardware.host_accumulate_seconds,
         fixed_device_bytes=hardware.context_bytes + fixed + training.fixed_device_bytes,
         fixed_host_bytes=training.fixed_host_bytes,
-        phases=training.phases,
+        phases=phases,
         borrows=table.borrows,
         allowed=training.allowed,
         nvme_write_budget_bytes_per_step=training.nvme_write_budget_bytes_per_step,

@@ -15,7 +15,7 @@ from lazytrain_ds.workload.blocks import Block, BlockTable, find_blocks
 from lazytrain_ds.workload.inputs import candidate_calls
 from lazytrain_ds.workload.operators import Operator
 from lazytrain_ds.workload.signature import parameter_shape
-from lazytrain_ds.workload.trace import BlockTrace, ForwardTrace, TraceError, trace_with_inputs
+from lazytrain_ds.workload.trace import BlockTrace, ForwardTrace, TraceError, run_with_inputs, trace_with_inputs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def profile_model(
 ) -> Profile:
     """Trace `model` at each micro-batch with made-up inputs (`candidate_calls`); nothing is allocated or computed.
 
-    When no way to call it works, the figures are estimated from the shapes of its matrices, and `notes` says so.
+    Code that fake tensors cannot run is really run on a small batch (`run_with_inputs`), the figures taken in
+    proportion; when that is not possible either, they are estimated from the shapes of the matrices. `notes` says
+    which.
     """
     traces: dict[int, ForwardTrace] = {}
     failures: list[str] = []
@@ -59,6 +61,10 @@ def profile_model(
     if len(traces) == len(micro_batches):
         return Profile(traces, "traced", next(iter(traces.values())).notes)
     reason = failures[0] if failures else "its forward takes neither token ids nor one float tensor"
+    measured = _measured(model, table, micro_batches, sequence_length, dtype, zero3)
+    if measured is not None:
+        note = f"{reason}; so each class of blocks was run once on a small batch, and its figures taken in proportion"
+        return Profile(measured, "measured", (note,))
     note = f"memory per block is estimated from matrix shapes until the first forward, because {reason}"
     return Profile(
         {size: estimate(model, table, size, sequence_length, dtype) for size in micro_batches}, "estimated", (note,)
@@ -86,6 +92,27 @@ def _first_that_works(
     return None, failures
 
 
+SMALL_BATCH_TOKENS = 128
+
+
+def _measured(
+    model: nn.Module,
+    table: BlockTable,
+    micro_batches: Sequence[int],
+    sequence_length: int,
+    dtype: torch.dtype | None,
+    zero3: bool,
+) -> dict[int, ForwardTrace] | None:
+    length = min(sequence_length, SMALL_BATCH_TOKENS)
+    for args, kwargs in candidate_calls(model, 1, length, dtype):
+        try:
+            trace = run_with_inputs(model, table, args, kwargs, dtype=dtype, zero3=zero3, training=True)
+        except TraceError:
+            continue
+        return {size: trace.scaled(size * sequence_length / length) for size in micro_batches}
+    return None
+
+
 def profile_call(
     model: nn.Module,
     table: BlockTable,
@@ -93,12 +120,21 @@ def profile_call(
     kwargs: Mapping[str, Any],
     *,
     micro_batch: int,
+    dtype: torch.dtype | None = None,
     device: str = "cpu",
     zero3: bool = True,
 ) -> Profile:
-    """Trace one real call (the first micro-batch of a run), entered as `micro_batch`. Raises TraceError where fake
-    tensors cannot run the model: `measure_call` is the way then."""
-    trace = trace_with_inputs(model, table, args, kwargs, device=device, zero3=zero3)
+    """Profile one real call (the first micro-batch of a run), entered as `micro_batch`.
+
+    Traced on fake tensors, else run once on the CPU with random weights (`notes` says so). TraceError where
+    neither works.
+    """
+    try:
+        trace = trace_with_inputs(model, table, args, kwargs, dtype=dtype, device=device, zero3=zero3)
+    except TraceError as error:
+        reason = str(error).splitlines()[0]
+        trace = run_with_inputs(model, table, args, kwargs, dtype=dtype, zero3=zero3)
+        return Profile({micro_batch: trace}, "measured", (f"{reason}; so each class of blocks was run once",))
     return Profile({micro_batch: trace}, "traced", trace.notes)
 
 

@@ -1,4 +1,4 @@
-"""A model's structure without its weights: same modules and code, fake parameters of full shape, no hooks.
+"""A model's structure without its weights: same modules and code, other parameters of full shape, no hooks.
 
 Tracing must not touch the model that trains: not its weights (which ZeRO-3 may have partitioned to size 0), not
 DeepSpeed's hooks (they would gather), not its attributes. So a shadow is built: for each module an object of the
@@ -27,19 +27,49 @@ _HOOK_DICTS = tuple(name for name, value in nn.Module().__dict__.items() if isin
                     and "hook" in name)  # fmt: skip
 
 
-def make_shadow(
-    model: nn.Module, mode: FakeTensorMode, *, dtype: torch.dtype | None = None, device: str = "cpu"
-) -> nn.Module:
-    """The shadow of `model` with fake tensors of `mode` on `device`.
+class FakeTensors:
+    """Makes tensors of `mode` that pretend to be on `device`."""
+
+    def __init__(self, mode: FakeTensorMode, device: str = "cpu") -> None:
+        self.mode, self.device = mode, device
+
+    def make(self, original: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor of the original's full shape."""
+        with self.mode:
+            return torch.empty(parameter_shape(original), dtype=dtype, device=self.device)
+
+
+class RealTensors:
+    """Makes real tensors on the CPU, except for those whose ids are in `absent`: they stay on the meta device."""
+
+    def __init__(self, absent: set[int]) -> None:
+        self.absent = absent
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def make(self, original: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A random matrix of a trained one's scale; vectors of ones (norms); a buffer's own values where it has any."""
+        shape = parameter_shape(original)
+        if id(original) in self.absent:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        if not isinstance(original, nn.Parameter) and original.device.type != "meta":
+            return original.detach().to("cpu", dtype, copy=True)
+        made = torch.ones(shape, dtype=dtype, device="cpu")
+        if made.is_floating_point() and made.dim() >= 2:
+            made.normal_(0.0, 0.02, generator=self.generator)
+        return made
+
+
+def make_shadow(model: nn.Module, tensors: FakeTensors | RealTensors, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """The shadow of `model` with parameters and buffers made by `tensors`.
 
     `dtype`: what floating-point parameters and buffers become (None: as they are).
     """
-    return _Builder(mode, dtype, device).module(model)
+    return _Builder(tensors, dtype).module(model)
 
 
 class _Builder:
-    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None, device: str) -> None:
-        self.mode, self.dtype, self.device = mode, dtype, device
+    def __init__(self, tensors: FakeTensors | RealTensors, dtype: torch.dtype | None) -> None:
+        self.tensors, self.dtype = tensors, dtype
         self.done: dict[int, Any] = {}
         # Keeps ids in `done` from being reused while we build.
         self.alive: list[Any] = []
@@ -75,11 +105,10 @@ class _Builder:
         if id(tensor) in self.done:
             return self.done[id(tensor)]
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-        with self.mode:
-            fake = torch.empty(parameter_shape(tensor), dtype=dtype, device=self.device)
+        made = self.tensors.make(tensor, dtype)
         if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return self._remember(tensor, fake)
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return self._remember(tensor, made)
 
     def value(self, value: Any, depth: int = 0) -> Any:
         """A copy of an attribute that shares nothing which a forward could write to, as far as plain containers go."""

@@ -11,6 +11,7 @@ from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.build import Training, build_instance
 from lazytrain_ds.workload.profile import profile_call, profile_model
+from lazytrain_ds.workload.trace import TraceError, run_with_inputs
 from tests.workload.machines import machine
 from tests.workload.models import EncoderDecoder, ResidualMLP, TinyLM, llama, qwen2
 
@@ -133,3 +134,65 @@ def test_real_call_gives_real_shapes():
     profile = profile_call(model, table, (), {"input_ids": ids, "labels": ids}, micro_batch=1)
     instance = build_instance(model, table, profile, machine(), Training(global_batch=1, sequence_length=24))
     assert instance.costs(1, 1).boundary_bytes == 2 * 24 * 64 * 4
+
+
+class Routed(ResidualMLP):
+    """A toy mixture: tokens go to the expert that their own values choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(67, 3)
+        self.experts = nn.ModuleList(ResidualMLP() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            if rows.numel():
+                out = out.index_add(0, rows, expert(flat[rows]))
+        return x + out.view_as(x)
+
+
+def routed_model() -> TinyLM:
+    model = TinyLM(depth=3)
+    model.blocks = nn.ModuleList(Routed() for _ in range(3))
+    return model
+
+
+def test_data_dependent_routing_is_measured_in_a_real_run_and_said():
+    with torch.device("meta"):
+        model = routed_model()
+    table = find_blocks(model)
+    state = torch.get_rng_state()
+    profile = profile_model(model, table, (2, 4), 16)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert profile.source == "measured"
+    assert "was run once on a small batch" in profile.notes[0]
+    small, large = (profile.traces[size].blocks[2] for size in (2, 4))
+    assert small.boundary_bytes == 2 * 16 * 67 * 4
+    assert large.kept_bytes == pytest.approx(2 * small.kept_bytes, rel=0.01)
+    # every token went through one expert: up and down, forward; the router besides
+    expected = 2 * 2 * 16 * (2 * 67 * 211 + 67 * 3)
+    assert small.forward_flops == pytest.approx(expected, rel=0.01)
+
+
+def test_a_real_call_with_routing_is_exact():
+    """The figures of the block that ran are what hooks count, for the routing that its random weights made."""
+    model = routed_model().train()
+    table = find_blocks(model)
+    ids = torch.randint(0, 90, (2, 24))
+    profile = profile_call(model, table, (ids,), {"labels": ids}, micro_batch=2)
+    assert profile.source == "measured"
+    trace = profile.traces[2].blocks[1]
+    tokens = 2 * 24
+    # per token: norm output, up, gelu of its expert (floats); the input itself is kept as gathered rows
+    assert trace.kept_bytes >= tokens * 4 * (67 + 211 + 211)
+    assert trace.calls == 1
+
+
+def test_real_run_refuses_to_allocate_more_than_allowed():
+    model = TinyLM()
+    with pytest.raises(TraceError, match="more than the 1 kB allowed"):
+        run_with_inputs(model, find_blocks(model), (torch.zeros(1, 4, dtype=torch.long),), limit_bytes=1000)

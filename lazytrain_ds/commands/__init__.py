@@ -1,0 +1,1 @@
+"""One module per subcommand of `lazytrain`; each has `run(arguments) -> exit status`."""
