@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.activation_models import llama
