@@ -121,8 +121,9 @@ class Trial:
             if number + 1 < self.accumulation:
                 self.engine.step()
             del loss
-        self.engine.optimizer._lt_gradients.settle()
-        results.append(self.engine.optimizer.grad_partitions_flat_buffer.clone())
+        gradients = self.engine.optimizer._lt_gradients
+        gradients.settle()
+        results.append(torch.cat([gradients.buffers[key].flatten() for key in sorted(gradients.fresh)]).clone())
         self.engine.step()
         self.runtime.mover.settle()
         held = {k: v for k, v in self.setup.device.ledger.by_purpose().items() if k.startswith("activations")}
