@@ -1,39 +1,60 @@
-"""The machine this process runs on, as the planner sees it, with the user's caps."""
+"""The machine this process runs on, as the planner sees it: measured rates, memory available now, the user's caps."""
 
 from __future__ import annotations
 
 import os
+import time
 
-import psutil
+import torch
 
 from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.hardware.probe import probe
 from lazytrain_ds.hardware.spec import HardwareSpec
-from lazytrain_ds.planning.instance import Channel
+from lazytrain_ds.optim.kernels import adamw_segments_step_
+from lazytrain_ds.optim.layout import StateLayout
 
-__all__ = ["local_hardware"]
+__all__ = ["host_threads", "local_hardware", "update_seconds"]
+
+CPU_SHARE = 2  # device and host are the same memory on a CPU: without caps each gets this fraction of what is there
+
+
+def host_threads(device_type: str) -> int:
+    """Threads of an optimizer update: torch's where the CPU is also the device, else the cores this process may use."""
+    return torch.get_num_threads() if device_type == "cpu" else len(os.sched_getaffinity(0))
+
+
+def update_seconds(step_device: str, precision: str, budget_seconds: float) -> float | None:
+    """Seconds per parameter of our own update kernel, as `hardware.probe` wants it (None: not on this device)."""
+    if step_device != "host":
+        return None
+    numel = 1 << 22
+    layout = StateLayout.whole(numel, precision)
+    master, gradient = torch.zeros(numel), torch.full((numel,), 1e-3)
+    state, out = layout.new_state(), torch.empty(numel, dtype=torch.bfloat16)
+    threads = host_threads("cuda" if torch.cuda.is_available() else "cpu")
+    times: list[float] = []
+    end = time.perf_counter() + budget_seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        started = time.perf_counter()
+        adamw_segments_step_(
+            master, gradient, state, layout, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
+            step=len(times) + 1, out=out, num_threads=threads,
+        )  # fmt: skip
+        times.append(time.perf_counter() - started)
+    return min(times) / numel
 
 
 def local_hardware(config: LazyTrainConfig) -> HardwareSpec:
-    """Memory that is available now, rates of a modest machine. On a CPU device and host share one memory: halves."""
-    available = psutil.virtual_memory().available
-    device = available // 2 if config.device_memory == "auto" else int(config.device_memory)
-    host = available // 2 if config.host_memory == "auto" else int(config.host_memory)
-    nvme = 0
-    if config.nvme_path != "auto":
-        nvme = 10**12 if config.nvme_space == "auto" else int(config.nvme_space)
-    return HardwareSpec(
-        name="this machine",
-        kind="cpu",
-        device_memory_bytes=device,
-        flops_bf16=5e10,
-        flops_fp32=5e10,
-        device_bytes_per_second=2e10,
-        h2d=Channel("h2d", 8e9),
-        d2h=Channel("d2h", 8e9),
-        nvme_read=Channel("nvme_read", 1e9),
-        nvme_write=Channel("nvme_write", 1e9),
-        host_memory_bytes=host,
-        host_bytes_per_second=2e10,
-        nvme_bytes=nvme,
-        cores=os.cpu_count() or 1,
-    )
+    """Probe (seconds the first time, then from the cache of this machine) and apply the block's caps."""
+    nvme_path = None if config.nvme_path == "auto" else config.nvme_path
+    spec = probe(nvme_path=nvme_path, optimizer=update_seconds)
+    device, host, nvme = spec.device_memory_bytes, spec.host_memory_bytes, spec.nvme_bytes
+    if spec.kind == "cpu":
+        device, host = device // CPU_SHARE, host // CPU_SHARE
+    if config.device_memory != "auto":
+        device = int(config.device_memory)
+    if config.host_memory != "auto":
+        host = int(config.host_memory)
+    if config.nvme_space != "auto":
+        nvme = min(nvme, int(config.nvme_space))
+    return spec.with_memory(device=device, host=host, nvme=nvme)

@@ -22,14 +22,16 @@ from torch.utils._pytree import tree_leaves
 from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.errors import ConfigError, InfeasibleError, PlanError
 from lazytrain_ds.hardware.spec import HardwareSpec
+from lazytrain_ds.optim.fused_adamw import FusedAdamW
+from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
 from lazytrain_ds.planning.instance import Allowed, Instance
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.rules import RULES
-from lazytrain_ds.planning.schema import TIERS, digest
+from lazytrain_ds.planning.schema import TIERS, Precision, digest
 from lazytrain_ds.planning.simulator import predict
 from lazytrain_ds.planning.solve import solve
 from lazytrain_ds.runtime.device import make_device
-from lazytrain_ds.runtime.machine import local_hardware
+from lazytrain_ds.runtime.machine import host_threads, local_hardware
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
 from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
@@ -64,8 +66,11 @@ def batch_shape(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int
     return (largest.shape[0], largest.shape[1] if largest.dim() > 1 else 1)
 
 
-def allowed_by(config: LazyTrainConfig, world_size: int) -> Allowed:
-    """What the block's keys and this version's runtime leave open."""
+def allowed_by(config: LazyTrainConfig, world_size: int, own_optimizer: bool = True, on_cpu: bool = True) -> Allowed:
+    """What the block's keys and this version's runtime leave open.
+
+    `own_optimizer`: the optimizer is one of ours, whose states the runtime knows how to move.
+    """
 
     def forced(value: str, possible: tuple[str, ...], key: str) -> tuple[str, ...]:
         if value in TIERS:
@@ -76,11 +81,16 @@ def allowed_by(config: LazyTrainConfig, world_size: int) -> Allowed:
 
     nvme = ("nvme",) if config.nvme_path != "auto" else ()
     activation_tiers = ("device", "host", *nvme)
+    one_rank = world_size == 1
+    # On a CPU the device's arithmetic is the host's, so that states may live in either; on a GPU it is not.
+    state_tiers: tuple[str, ...] = ("host",)
+    if one_rank and own_optimizer:
+        state_tiers = (*(("device",) if on_cpu else ()), "host", *nvme)
     return Allowed(
         boundary_tiers=forced(config.activations, activation_tiers, "activations"),
         saved_tiers=forced(config.activations, activation_tiers, "activations"),
-        parameter_tiers=forced(config.parameters, ("device", "host"), "parameters"),
-        optimizer_tiers=forced(config.optimizer_states, ("host",), "optimizer_states"),
+        parameter_tiers=forced(config.parameters, ("device", "host", *(nvme if one_rank else ())), "parameters"),
+        optimizer_tiers=forced(config.optimizer_states, state_tiers, "optimizer_states"),
         step_modes=("hidden", "serial") if world_size == 1 else ("serial",),
     )
 
@@ -119,7 +129,8 @@ class PlanBook:
         self.config = config
         self.world_size = dist.get_world_size()
         self.hardware: HardwareSpec = local_hardware(config)
-        self.device = make_device(config, self.hardware)
+        offload = engine.zero_offload_param()
+        self.device = make_device(config, self.hardware, offload is None or bool(offload.pin_memory))
         self.nvme_store: NvmeStore | None = None
         self.instance: Instance | None = None
         self.plan: Plan | None = None
@@ -141,13 +152,19 @@ class PlanBook:
         rows = self.engine.train_micro_batch_size_per_gpu()
         dtype, accumulation = self.engine.get_data_types()
         self.dtype = dtype
+        own, on_cpu = isinstance(optimizer, FusedAdamW), self.device.torch_device.type == "cpu"
+        if isinstance(optimizer, HybridAdamW8bit) and not optimizer.knows_model:
+            optimizer.observe_model(model)
         self._training = Training(
             global_batch=rows * self.engine.gradient_accumulation_steps() * self.world_size,
             sequence_length=length,
             world_size=self.world_size,
             accumulation_dtype=accumulation,
             margins={"device": self.hardware.device_memory_bytes // 50, "host": self.hardware.host_memory_bytes // 50},
-            allowed=allowed_by(self.config, self.world_size),
+            allowed=allowed_by(self.config, self.world_size, own, on_cpu),
+            precisions=self._precisions(optimizer),
+            step_devices=("host", "device") if own and on_cpu and self.world_size == 1 else ("host",),
+            quantizable=self._quantizable(optimizer),
         )
         profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
         self._note(profile.notes)
@@ -156,8 +173,39 @@ class PlanBook:
         plan = self._choose(instance, None)
         self._accept(instance, plan)
         self.placement = plan
-        self._setup = Setup(self.config, BlockModules.resolve(model, table), self.device, instance, plan, self.policy)
+        quantizable = self._quantizable(optimizer)
+        self._setup = Setup(
+            self.config,
+            BlockModules.resolve(model, table),
+            self.device,
+            instance,
+            plan,
+            self.policy,
+            quantizable=lambda parameter: quantizable("", parameter),
+            host_threads=host_threads(self.device.torch_device.type),
+            nvme=self.nvme_store,
+        )
         return self._setup
+
+    def _precisions(self, optimizer: torch.optim.Optimizer) -> tuple[Precision, ...]:
+        """State precisions the user's optimizer and `state_precision` leave open."""
+        wanted = self.config.state_precision
+        if not isinstance(optimizer, HybridAdamW8bit):
+            if wanted != "fp32":
+                raise ConfigError(
+                    f'"lazytrain.state_precision": {wanted!r} needs "optimizer": {{"type": "HybridAdamW8bit"}}, '
+                    f"this run has {type(optimizer).__name__}"
+                )
+            return ("fp32",)
+        if "state_precision" not in self.config.model_fields_set or wanted == "8bit":
+            return ("8bit", "fp32") if wanted == "auto" else ("8bit",)
+        return ("fp32",) if wanted == "fp32" else ("fp32", "8bit")
+
+    @staticmethod
+    def _quantizable(optimizer: torch.optim.Optimizer) -> Callable[[str, torch.nn.Parameter], bool]:
+        if isinstance(optimizer, HybridAdamW8bit):
+            return lambda name, parameter: optimizer.precision_of(parameter) == "8bit"
+        return lambda name, parameter: False
 
     def _sequence_length(self, model: torch.nn.Module) -> int:
         if self.config.sequence_length != "auto":

@@ -181,6 +181,9 @@ class Frame:
         for storage in self.living():
             if isinstance(storage, OffloadedStorage):
                 storage.drop_copy()
+        self._forget_remade()
+
+    def _forget_remade(self) -> None:
         for reference in self.calls:
             call = reference()
             if call is not None:
@@ -195,8 +198,8 @@ class Frame:
         self.seen.clear()
 
     def close(self) -> None:
-        """Give the pass up: everything is released, and a backward through it raises."""
-        self.drop_copies()
+        """Give the pass up: everything is released, and a backward through it raises. Never raises itself."""
+        self._forget_remade()
         for storage in self.living():
             storage.close()
         self.left()

@@ -156,10 +156,14 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
         _thread.ours = False
         return _original_generator(function, *args, **kwargs)
     if _taken_over(function):
-        return iter((None,))
+        return _nothing()
     if _watching():
         return _watched_generator(function, _original_generator(function, *args, **kwargs))
     return _original_generator(function, *args, **kwargs)
+
+
+def _nothing() -> Iterator[None]:
+    yield  # a generator, because an exception of the function is thrown into it
 
 
 def _watched_generator(function: Callable[..., Any], inner: Any) -> Iterator[None]:
@@ -219,7 +223,8 @@ def _deepspeed_non_reentrant(module: Any) -> Callable[..., Any]:
     def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         if not _partitions_across_ranks(module) and _taken_over(function):
             return function(*args)
-        return original(function, *args)
+        with _watched(function) if _watching() else contextlib.nullcontext():
+            return original(function, *args)
 
     return non_reentrant_checkpoint
 

@@ -62,7 +62,7 @@ class BlockForward:
         return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (type(self.module).forward, self.module)
+        return getattr, (self.module, "forward")  # when it is read back there is no wrapper yet: the class's own
 
     def own_storages(self, with_parameters: bool) -> frozenset[int]:
         """Storages of the block's buffers (and parameters): saved or not, they are never activations."""

@@ -10,13 +10,16 @@ from lazytrain_ds.errors import UnsupportedError
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
 from lazytrain_ds.runtime.device.cpu import CpuDevice
+from lazytrain_ds.runtime.device.cuda import CudaDevice
 
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "make_device"]
 
 
-def make_device(config: LazyTrainConfig, hardware: HardwareSpec) -> Device:
-    """The device of this process, capped as the config says."""
-    name = torch.device(get_accelerator().current_device_name()).type
-    if name == "cpu":
+def make_device(config: LazyTrainConfig, hardware: HardwareSpec, pin_memory: bool = True) -> Device:
+    """The device of this process, capped as the config says. `pin_memory`: the user's, from the ZeRO config."""
+    device = torch.device(get_accelerator().current_device_name())
+    if device.type == "cpu":
         return CpuDevice(hardware.device_memory_bytes)
-    raise UnsupportedError(f"lazytrain runs on CPUs so far, this process computes on {name!r}; remove the block")
+    if device.type == "cuda":
+        return CudaDevice(device, hardware.device_memory_bytes, pin_memory)
+    raise UnsupportedError(f"lazytrain runs on CUDA devices and on CPUs, this process computes on {device.type!r}")
