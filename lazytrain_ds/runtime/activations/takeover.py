@@ -156,10 +156,15 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
         _thread.ours = False
         return _original_generator(function, *args, **kwargs)
     if _taken_over(function):
-        return iter((None,))
+        return _nothing()
     if _watching():
         return _watched_generator(function, _original_generator(function, *args, **kwargs))
     return _original_generator(function, *args, **kwargs)
+
+
+def _nothing() -> Iterator[None]:
+    """Stands for a checkpoint that is not made; an exception of the function is thrown into it and passes through."""
+    yield
 
 
 def _watched_generator(function: Callable[..., Any], inner: Any) -> Iterator[None]:
