@@ -163,7 +163,8 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
 
 
 def _nothing() -> Iterator[None]:
-    yield  # a generator, because an exception of the function is thrown into it
+    """Stands for a checkpoint that is not made; an exception of the function is thrown into it and passes through."""
+    yield
 
 
 def _watched_generator(function: Callable[..., Any], inner: Any) -> Iterator[None]:
