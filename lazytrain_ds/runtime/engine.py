@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,14 @@ def initialize(
             _PENDING.block = None
 
 
+def _finish_at_exit(reference: weakref.ref[LazyTrainEngine]) -> None:
+    """A script that ends without `engine.destroy()`: updates under way end before the swap files go."""
+    engine = reference()
+    optimizer = engine.optimizer if engine is not None else None
+    if isinstance(optimizer, LazyStage3):
+        optimizer.drain()
+
+
 class LazyTrainEngine(DeepSpeedEngine):
     """DeepSpeed's engine under a plan. `lazytrain_plan` and `lazytrain_instance` say what is executed."""
 
@@ -63,6 +73,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_micro_step_open = False
         super().__init__(*args, **kwargs)
         self._lt_console = Console(self)
+        atexit.register(_finish_at_exit, weakref.ref(self))
         if self._lt_setup is not None:
             self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
 
