@@ -52,7 +52,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "profile.cache_dir": (AUTO,),
     "profile.refresh": (AUTO,),
     "micro_batch": ("keep",),
-    "device": (AUTO,),
 }
 
 _UNITS: Final = MappingProxyType(

@@ -7,13 +7,15 @@ survives a step in which a parameter got no gradient (upstream keeps the old one
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch.nn import Parameter
 
-from lazytrain_ds.optim.kernels import squared_norm
+from lazytrain_ds.optim.kernels import accumulate_, squared_norm
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.worker import HostWorker
 
@@ -30,16 +32,21 @@ class GradientStore:
         device: Device,
         worker: HostWorker,
         buffers: dict[int, torch.Tensor],
+        block_of: dict[int, int],
         threads: int = 1,
     ) -> None:
-        """`buffers`: ds_id -> flat buffer of the parameter's partition, in the accumulation dtype."""
+        """`buffers`: ds_id -> flat buffer of the parameter's partition, in the accumulation dtype. `block_of`: ds_id ->
+        the block it belongs to."""
         self.device = device
         self.worker = worker
         self.buffers = buffers
         self.fresh: set[int] = set()
         self.threads = threads
-        self._in_flight: deque[tuple[Event, torch.Tensor, int]] = deque()
+        self.block_of = block_of
+        self._in_flight: deque[tuple[Event, torch.Tensor, int, int]] = deque()
+        self._staging: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.moved_bytes = 0
+        self.stall_seconds = 0.0
 
     def take(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient (this rank's partition, any shape) to the host buffer."""
@@ -48,39 +55,52 @@ class GradientStore:
         first = parameter.ds_id not in self.fresh
         self.fresh.add(parameter.ds_id)
         self.moved_bytes += flat.numel() * buffer.element_size()
-        if self.device.torch_device.type == "cpu" and self.device.name == "cpu":
+        if self.device.name == "cpu":
             if first:
                 buffer.copy_(flat)
             else:
                 buffer.add_(flat.to(buffer.dtype))
             return
-        self.collect()
+        block = self.block_of[parameter.ds_id]
+        self._collect(block)
         flat = flat.to(buffer.dtype)
         byte_count = flat.numel() * flat.element_size()
         self.device.ledger.charge(byte_count, PURPOSE)
         if first:
             event = self.device.copy_async(buffer, flat, "d2h", [self.device.record()])
         else:
-            staging = self.device.empty_host(flat.numel(), flat.dtype)
+            staging = self._take_staging(flat)
             event = self.device.copy_async(staging, flat, "d2h", [self.device.record()])
+            self.worker.submit(partial(self._add, event, buffer, staging))
+        self._in_flight.append((event, flat, byte_count, block))
 
-            def add(event: Event = event, buffer: torch.Tensor = buffer, staging: torch.Tensor = staging) -> None:
+    def _take_staging(self, like: torch.Tensor) -> torch.Tensor:
+        free = self._staging.setdefault((like.numel(), like.dtype), [])
+        return free.pop() if free else self.device.empty_host(like.numel(), like.dtype)
+
+    def _add(self, event: Event, buffer: torch.Tensor, staging: torch.Tensor) -> None:
+        event.wait()
+        accumulate_(buffer, staging, num_threads=self.threads)
+        self._staging[(staging.numel(), staging.dtype)].append(staging)
+
+    def _collect(self, block: int) -> None:
+        """Let go of gradients that have left; those of at most one block before `block` may still be on their way."""
+        while self._in_flight:
+            event, _, byte_count, _ = self._in_flight[0]
+            others = dict.fromkeys(entry[3] for entry in self._in_flight if entry[3] != block)
+            if not event.done():
+                if len(others) < 2:
+                    return
+                started = time.perf_counter()
                 event.wait()
-                buffer.add_(staging)
-
-            self.worker.submit(add)
-        self._in_flight.append((event, flat, byte_count))
-
-    def collect(self) -> None:
-        """Let go of device gradients whose copy has ended."""
-        while self._in_flight and self._in_flight[0][0].done():
-            _, _, byte_count = self._in_flight.popleft()
+                self.stall_seconds += time.perf_counter() - started
+            self._in_flight.popleft()
             self.device.ledger.discharge(byte_count, PURPOSE)
 
     def settle(self) -> None:
         """Wait until every gradient has arrived and been added."""
         while self._in_flight:
-            event, _, byte_count = self._in_flight.popleft()
+            event, _, byte_count, _ = self._in_flight.popleft()
             event.wait()
             self.device.ledger.discharge(byte_count, PURPOSE)
         self.worker.drain()

@@ -236,7 +236,13 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
     def _lt_finish(self) -> None:
         setup = self.lazytrain
         buffers = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        self._lt_gradients = GradientStore(setup.device, self._lt_worker, buffers, setup.host_threads)
+        self._lt_gradients = GradientStore(
+            setup.device,
+            self._lt_worker,
+            buffers,
+            {p.ds_id: block for block, owned in enumerate(setup.parameters_of_block) for p in owned},
+            setup.host_threads,
+        )
         trainable = {p.ds_id for group in self.fp16_groups for p in group}
         self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
         if not self._lt_one_rank:

@@ -11,12 +11,15 @@ from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
 from lazytrain_ds.runtime.device.cpu import CpuDevice
 from lazytrain_ds.runtime.device.cuda import CudaDevice
+from lazytrain_ds.runtime.device.emulated import EmulatedDevice, Emulation
 
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "make_device"]
 
 
 def make_device(config: LazyTrainConfig, hardware: HardwareSpec, pin_memory: bool = True) -> Device:
     """The device of this process, capped as the config says. `pin_memory`: the user's, from the ZeRO config."""
+    if config.device != "auto":
+        return EmulatedDevice(Emulation.parse(config.device["emulate"]))
     device = torch.device(get_accelerator().current_device_name())
     if device.type == "cpu":
         return CpuDevice(hardware.device_memory_bytes)
