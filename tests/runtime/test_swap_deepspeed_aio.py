@@ -205,4 +205,4 @@ for _ in range(10):
     assert result.returncode == 0, result.stderr
     assert "deepspeed_aio" in result.stdout and "terminate called" not in result.stderr
     (tmp_path / "out").unlink()
-    assert not any(tmp_path.iterdir())
+    assert list(tmp_path.rglob("*")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -111,7 +112,56 @@ def test_a_killed_run_is_taken_over_and_its_files_removed(tmp_path, caplog):
         store.write("x", torch.ones(3)).wait()
     said = [record.getMessage() for record in caplog.records if "took over" in record.getMessage()]
     assert len(said) == 1 and f"process {pid}" in said[0] and "removed 4 swap files, 4.8" in said[0]
-    assert sorted(root.iterdir()) == sorted(theirs)  # and the directory stays for their sake
+    # The directory stays for their sake, and stays ours.
+    assert sorted(root.iterdir()) == sorted([*theirs, root / "owner.lock", root / "manifest.json"])
+    with NvmeStore(tmp_path / "new"):
+        pass
+    for path in theirs:
+        path.unlink()
+    with NvmeStore(tmp_path / "new"):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_removed_is_left_to_the_next_run(tmp_path, monkeypatch):
+    real = os.unlink
+
+    def busy(path, **named):
+        if str(path).endswith(".swap"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        real(path, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", busy)
+        with NvmeStore(tmp_path) as store:
+            store.write("x", torch.ones(3)).wait()
+    assert len(list(store.directory.glob("*.swap"))) == 1
+    (orphan,) = find_orphans(tmp_path)
+    assert orphan.files == 1
+    with NvmeStore(tmp_path):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_at_exit_the_threads_stop_before_the_directory_is_given_up(tmp_path):
+    """Another module's finalizer, made before our import, must not change the order."""
+    code = """
+import sys, weakref
+class Earlier: pass
+weakref.finalize(Earlier(), print)
+keep = Earlier(); weakref.finalize(keep, print)
+import lazytrain_ds.runtime.swap.directory as directory, lazytrain_ds.runtime.swap.transfers as transfers
+for owner, name in ((transfers.Channel, "close"), (directory.SwapDirectory, "close")):
+    def spy(self, real=getattr(owner, name), label=owner.__name__):
+        if not getattr(self, "_closed", False):
+            print(label, flush=True)
+        real(self)
+    setattr(owner, name, spy)
+from lazytrain_ds.runtime.swap import NvmeStore
+store = NvmeStore(sys.argv[1])
+"""
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.split() == ["Channel", "Channel", "SwapDirectory"], result.stderr
 
 
 def test_directories_that_the_killed_run_created_go_with_its_successor(tmp_path):

@@ -35,12 +35,13 @@ class AioSettings:
     """How deep the queues are, per direction.
 
     `request_bytes` is what one call moves (the kernel splits it into device requests that run side by side), `threads`
-    is how many calls run at once. The defaults reach the disk's rate in benchmarks/swap_backends.md. A user's DeepSpeed
-    `aio` block maps to request_bytes = block_size x queue_depth (the bytes one aio thread keeps in flight) and
-    threads = intra_op_parallelism.
+    is how many calls run at once. A worker needs the GIL once per request, and a busy Python thread gives it up only
+    every 5 ms: hence the large requests. The defaults reach the disk's rate in benchmarks/swap_backends.md. A user's
+    DeepSpeed `aio` block maps to request_bytes = block_size x queue_depth (the bytes one aio thread keeps in flight)
+    and threads = intra_op_parallelism.
     """
 
-    request_bytes: int = 4 << 20
+    request_bytes: int = 8 << 20
     threads: int = 4
     block_bytes: int = 1 << 20
     queue_depth: int = 8

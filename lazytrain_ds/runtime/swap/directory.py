@@ -80,9 +80,24 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 def _sweep(root: Path, token: str, created: list[str]) -> tuple[int, int]:
     """Remove our files under `root`, then `root` and the directories we created above it, where empty.
 
-    Returns (files removed, bytes freed on disk). The lock file goes last. Uses no lock of this process: a signal
-    handler calls it. What cannot be removed stays for the next run.
+    Returns (files removed, bytes freed on disk). Uses no lock of this process: a signal handler calls it. If anything
+    stays (a file that is not ours, or that cannot be removed), so do manifest and lock file, for the next run.
     """
+    files, freed = _remove_swap_files(root, token)
+    try:
+        if set(os.listdir(root)) - {_MANIFEST, _LOCK}:
+            return files, freed
+        for name in (_MANIFEST, _LOCK):  # the lock file last
+            os.unlink(root / name)
+        for directory in (str(root), *created):
+            os.rmdir(directory)
+    except OSError as error:  # not empty (another rank), or gone already
+        logger.debug("NVMe store: %s", error)
+    return files, freed
+
+
+def _remove_swap_files(root: Path, token: str) -> tuple[int, int]:
+    """Unlink what the manifest's token marks as ours. Returns (files removed, bytes freed on disk)."""
     files = freed = 0
     try:
         names = os.listdir(root)
@@ -92,21 +107,13 @@ def _sweep(root: Path, token: str, created: list[str]) -> tuple[int, int]:
         if not _swap_file(token, name):
             continue
         try:
-            freed += os.lstat(root / name).st_blocks * 512
+            size = os.lstat(root / name).st_blocks * 512
             os.unlink(root / name)
-            files += 1
         except OSError as error:
-            logger.debug("%s stays: %s", root / name, error)
-    for name in (_MANIFEST, _LOCK):
-        try:
-            os.unlink(root / name)
-        except OSError:
-            pass
-    for directory in (str(root), *created):
-        try:
-            os.rmdir(directory)
-        except OSError:  # not empty (another rank, or a file that is not ours), or gone already
-            break
+            logger.debug("NVMe store: %s stays: %s", root / name, error)
+            continue
+        files += 1
+        freed += size
     return files, freed
 
 
@@ -275,16 +282,12 @@ def _take_over(root: Path) -> list[str]:
     if manifest is None:
         return []
     owner = _read_json(root / _LOCK)
-    files = freed = 0
-    for name in os.listdir(root):
-        if _swap_file(manifest["token"], name):
-            freed += os.lstat(root / name).st_blocks * 512
-            os.unlink(root / name)
-            files += 1
-    logger.info(
-        "NVMe store: took over %s from %s, which ended without cleaning up; removed %d swap files, %s",
-        root, _describe_owner(owner), files, format_bytes(freed),
-    )  # fmt: skip
+    files, freed = _remove_swap_files(root, manifest["token"])
+    if files:
+        logger.info(
+            "NVMe store: took over %s from %s, which ended without cleaning up; removed %d swap files, %s",
+            root, _describe_owner(owner), files, format_bytes(freed),
+        )  # fmt: skip
     created = manifest.get("created", [])
     return [str(item) for item in created] if isinstance(created, list) else []
 

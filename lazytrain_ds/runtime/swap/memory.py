@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -11,6 +12,8 @@ __all__ = ["PAGE_BYTES", "AlignedBuffer", "aligned_empty", "copy_memory", "memor
 
 PAGE_BYTES = 4096
 """Alignment of everything allocated here. Every disk's logical block (512 or 4,096 bytes) divides it."""
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.restype = ctypes.py_object
@@ -36,7 +39,13 @@ def copy_memory(destination: int, source: int, size_bytes: int) -> None:
 
 def _map_private(size_bytes: int) -> mmap.mmap:
     # Not the default MAP_SHARED: that is shmem, which a forked data-loader worker would share and write into.
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= _HUGE_PAGE_BYTES:
+        # A disk request has a limited number of memory segments (254 on a virtio disk: 1 MiB of scattered small pages),
+        # and each page costs time to pin. Huge pages where the kernel has them; it is fine if it has not.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:

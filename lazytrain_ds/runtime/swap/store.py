@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -161,9 +162,12 @@ class NvmeStore:
         except BaseException:
             _shut_down(self._pid, channels, self._directory, None)
             raise
-        # A finalizer rather than __del__: it also runs at interpreter exit, joins the threads while the interpreter
-        # is whole, and knows nothing of the store, so the store can be collected.
+        # A finalizer rather than __del__: it knows nothing of the store, so the store can be collected. At interpreter
+        # exit it has to run before the directory's own clean-up (registered earlier, so run later), or a worker would
+        # still write into a directory that is given up already.
         self._finalizer = weakref.finalize(self, _shut_down, self._pid, channels, self._directory, self._ledger)
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
 
     # What there is
 
@@ -434,6 +438,7 @@ class NvmeStore:
         """Stop transfers (queued ones fail), join the threads, remove the files, give up the lock. Idempotent."""
         self._closed = True
         self._finalizer()
+        atexit.unregister(self._finalizer)
 
     def __enter__(self) -> NvmeStore:
         return self
