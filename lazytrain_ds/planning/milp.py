@@ -52,13 +52,14 @@ class CountSolution:
 
 
 class CountModel:
-    """The program for one Relaxation; `relaxed` drops integrality, `elastic` minimizes missing bytes, not time.
+    """The program for one Relaxation; `relaxed` drops integrality, `elastic` tiers may be exceeded: then the
+    missing bytes are minimized, not time.
 
     `derate` below 1 pretends slower channels: plans with slack for what averages hide (no bound then).
     """
 
     def __init__(
-        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: bool = False, derate: float = 1.0
+        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: tuple[TierName, ...] = (), derate: float = 1.0
     ) -> None:
         self.relaxation = relaxation
         self.derate = derate
@@ -231,7 +232,7 @@ class CountModel:
         for tier in TIERS:
             cap = (costs.caps[tier] - extra[tier]) / _UNIT
             slack: mathopt.Variable | float = 0.0
-            if self.elastic:
+            if tier in self.elastic:
                 slack = self.short[tier] = model.add_variable(lb=0.0, name=f"short_{tier}")
             if tier != "device":
                 used = self._expression(relaxation.memory[tier], _UNIT)
