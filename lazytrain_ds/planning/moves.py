@@ -49,6 +49,8 @@ class Freedom:
 
 def pick(candidates: list[int], count: int, pattern: str) -> list[int]:
     """`count` of `candidates`: the "early" or "late" ones, or "spread" evenly."""
+    if count <= 0:
+        return []
     if count >= len(candidates):
         return list(candidates)
     if pattern == "early":
