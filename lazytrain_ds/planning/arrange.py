@@ -10,16 +10,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from lazytrain_ds.planning.moves import pick
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.relaxation import ActivationOption, Key, Relaxation
 
-__all__ = ["ORDERS", "arrange", "interleave"]
+__all__ = ["ORDERS", "Order", "arrange", "interleave"]
 
 T = TypeVar("T")
 
 PATTERNS: Final = ("spread", "tapered", "away_first")
-RESIDENTS: Final = ("spread", "balanced", "first")
-ORDERS: Final = tuple((pattern, residents) for pattern in PATTERNS for residents in RESIDENTS)
+# (activations, residents, device-stepped sub-groups): see the functions below.
+Order = tuple[str, str, str]
+ORDERS: Final[tuple[Order, ...]] = tuple(
+    (pattern, residents, steps)
+    for pattern in PATTERNS
+    for residents, steps in (("balanced", "spread"), ("spread", "spread"), ("balanced", "early"))
+)
 
 
 def interleave(items: list[tuple[T, int]]) -> list[T]:
@@ -110,8 +116,6 @@ def _parameters(
         return interleave(options)
     on_device = [(option, count) for option, count in options if option[0] == "device"]
     others = [(option, count) for option, count in options if option[0] != "device"]
-    if residents == "first":
-        return interleave(on_device) + interleave(others)
     return _balanced(relaxation, g, interleave(on_device), interleave(others), activations)
 
 
@@ -148,16 +152,22 @@ def _balanced(
 
 
 def _optimizers(
-    relaxation: Relaxation, g: int, counts: dict[Key, float], parameters: list[tuple[Any, bool]]
+    relaxation: Relaxation, g: int, counts: dict[Key, float], parameters: list[tuple[Any, bool]], steps: str
 ) -> list[SubGroupPlan]:
-    """Device-stepped groups first among residents, so that the host's queue starts late; then quick before slow."""
+    """Device-stepped sub-groups among residents: `early`, so that the host's queue starts late, or `spread`, so that
+    gradients leave evenly. The host's are interleaved."""
     group = relaxation.groups[g]
     options = [
         (option, int(counts.get(Key(g, "optimizer", index), 0))) for index, option in enumerate(group.optimizers)
     ]
     on_device = [option for option, count in options if option.step_device == "device" for _ in range(count)]
     on_host = interleave([(option, count) for option, count in options if option.step_device == "host" and count])
-    order = sorted(range(group.size), key=lambda index: (parameters[index][0] != "device", index))
+    residents = [index for index in range(group.size) if parameters[index][0] == "device"]
+    others = [index for index in range(group.size) if parameters[index][0] != "device"]
+    if steps == "spread" and len(on_device) < len(residents):
+        first = pick(residents, len(on_device), "spread")
+        residents = first + [index for index in residents if index not in first]
+    order = residents + others
     result: list[SubGroupPlan] = [group.optimizers[0]] * group.size
     for index, option in zip(order, on_device, strict=False):
         result[index] = option
@@ -167,16 +177,16 @@ def _optimizers(
 
 
 def arrange(
-    relaxation: Relaxation, counts: dict[Key, float], base: Plan, orders: tuple[tuple[str, str], ...] = ORDERS
-) -> Iterator[tuple[tuple[str, str], Plan]]:
+    relaxation: Relaxation, counts: dict[Key, float], base: Plan, orders: tuple[Order, ...] = ORDERS
+) -> Iterator[tuple[Order, Plan]]:
     """(order, plan) with these counts in each of `orders`; what counts do not cover (leads) is as in `base`."""
-    for pattern, residents in orders:
+    for pattern, residents, steps in orders:
         blocks: list[BlockPlan] = list(base.blocks)
         for g, group in enumerate(relaxation.groups):
             activations = _activations(relaxation, g, counts, pattern)
             parameters = _parameters(relaxation, g, counts, residents, activations)
             trainable = group.numbers.trainable
-            optimizers = _optimizers(relaxation, g, counts, parameters) if trainable else []
+            optimizers = _optimizers(relaxation, g, counts, parameters, steps) if trainable else []
             for index, block in enumerate(group.blocks):
                 option, (tier, keep) = activations[index], parameters[index]
                 blocks[block] = replace(
@@ -189,4 +199,4 @@ def arrange(
                     optimizer=optimizers[index] if optimizers else blocks[block].optimizer,
                 )
         blocks = relaxation.space.normalize(blocks)
-        yield (pattern, residents), replace(base, blocks=tuple(blocks), optimizer_step=relaxation.mode)
+        yield (pattern, residents, steps), replace(base, blocks=tuple(blocks), optimizer_step=relaxation.mode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lazytrain_ds.planning.arrange import ORDERS, arrange
+from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
 from lazytrain_ds.planning.moves import Freedom
@@ -138,7 +138,7 @@ def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good:
             if key in tried:
                 break
             tried.add(key)
-            results: list[tuple[Outcome, tuple[str, str]]] = []
+            results: list[tuple[Outcome, Order]] = []
             for order, plan in arrange(candidate.relaxation, solution.counts, lead_base, orders):
                 outcome = search.evaluate(plan)
                 if outcome is None:

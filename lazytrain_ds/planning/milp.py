@@ -26,9 +26,6 @@ SOLVERS: Final = {
     "cp_sat": mathopt.SolverType.CP_SAT,
 }
 
-# Bytes enter the program in units of this, so that coefficients stay near one.
-_UNIT: Final = 2.0**28
-
 # Weight of the tie-breaker (an effort of at most 1): among equal times, move little. Subtracted from the bound again.
 _TIE: Final = 1e-4
 
@@ -52,13 +49,14 @@ class CountSolution:
 
 
 class CountModel:
-    """The program for one Relaxation; `relaxed` drops integrality, `elastic` minimizes missing bytes, not time.
+    """The program for one Relaxation; `relaxed` drops integrality, `elastic` tiers may be exceeded: then the
+    missing bytes are minimized, not time.
 
     `derate` below 1 pretends slower channels: plans with slack for what averages hide (no bound then).
     """
 
     def __init__(
-        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: bool = False, derate: float = 1.0
+        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: tuple[TierName, ...] = (), derate: float = 1.0
     ) -> None:
         self.relaxation = relaxation
         self.derate = derate
@@ -69,6 +67,8 @@ class CountModel:
         self.capacity: dict[str, tuple[mathopt.LinearConstraint, float]] = {}
         self.short: dict[TierName, mathopt.Variable] = {}
         self._scale = self._time_scale()
+        # Bytes enter the program in units that make the device's capacity, and so all coefficients, moderate numbers.
+        self._unit = max(1.0, relaxation.costs.caps["device"] / 256, relaxation.costs.caps["host"] / 16384)
         self._counts()
         self._segments()
         self._times()
@@ -185,12 +185,12 @@ class CountModel:
         self.total = model.add_variable(lb=0.0, name="step")
         # Parameters for backward fetched, or held, before it begins: they save link time there and count at its start.
         early_bytes = lead * longest
-        self.early = model.add_variable(lb=0.0, ub=early_bytes / _UNIT, name="early_bytes")
-        saved = _UNIT / rate / scale + (lead * relaxation.costs.h2d.latency_seconds / scale) / max(
-            1e-12, early_bytes / _UNIT
+        self.early = model.add_variable(lb=0.0, ub=early_bytes / self._unit, name="early_bytes")
+        saved = self._unit / rate / scale + (lead * relaxation.costs.h2d.latency_seconds / scale) / max(
+            1e-12, early_bytes / self._unit
         )
         read = relaxation.costs.nvme_read
-        read_saved, read_latency = _UNIT / read.bytes_per_second / scale, lead * read.latency_seconds / scale
+        read_saved, read_latency = self._unit / read.bytes_per_second / scale, lead * read.latency_seconds / scale
         self.waits = [model.add_variable(lb=0.0, name=f"wait_{index}") for index in range(2)]
         phases: list[tuple[Phase, mathopt.LinearTypes]] = [
             ("first", first),
@@ -229,25 +229,25 @@ class CountModel:
         step = instance.phase("step")
         extra = {"device": step.device_bytes, "host": step.host_bytes, "nvme": step.nvme_bytes}
         for tier in TIERS:
-            cap = (costs.caps[tier] - extra[tier]) / _UNIT
+            cap = (costs.caps[tier] - extra[tier]) / self._unit
             slack: mathopt.Variable | float = 0.0
-            if self.elastic:
+            if tier in self.elastic:
                 slack = self.short[tier] = model.add_variable(lb=0.0, name=f"short_{tier}")
             if tier != "device":
-                used = self._expression(relaxation.memory[tier], _UNIT)
+                used = self._expression(relaxation.memory[tier], self._unit)
                 if tier == "host":
                     # What has not been written yet when backward starts is still in host memory.
                     unwritten = model.add_variable(lb=0.0, name="unwritten")
-                    writing = costs.nvme_write.bytes_per_second * self._scale / _UNIT
+                    writing = costs.nvme_write.bytes_per_second * self._scale / self._unit
                     writes = self._expression(relaxation.written_seconds, self._scale)
                     model.add_linear_constraint(unwritten - writing * writes + writing * self.forward >= 0)
                     used = used + self._staging() + unwritten
                 self._limit(tier, used - slack, cap)
                 continue
-            fixed = self._expression(relaxation.memory["device"], _UNIT)
+            fixed = self._expression(relaxation.memory["device"], self._unit)
             n = instance.block_count
             # What has not left yet when backward starts still counts. Elapsed time: the forward, waits, re-runs.
-            rate = costs.d2h.bytes_per_second * self._scale / _UNIT
+            rate = costs.d2h.bytes_per_second * self._scale / self._unit
             out = self._expression(relaxation.offloaded_seconds, self._scale)
             reruns = mathopt.fast_sum(
                 max(costs.blocks[max(0, block - 1)].forward_seconds for block in group.blocks)
@@ -264,13 +264,13 @@ class CountModel:
                     continue
                 tail = model.add_variable(lb=0.0, name=f"tail_{name}")
                 model.add_linear_constraint(tail - rate * out + rate * elapsed[index] >= 0)
-                used = fixed + self._expression(row, _UNIT) + tail
+                used = fixed + self._expression(row, self._unit) + tail
                 if index == 0:
                     used = used + self.early
                 self._limit(name, used - slack, cap)
         budget = instance.nvme_write_budget_bytes_per_step
         if budget is not None:
-            self._limit("nvme_written", self._expression(relaxation.written, _UNIT), budget / _UNIT)
+            self._limit("nvme_written", self._expression(relaxation.written, self._unit), budget / self._unit)
 
     def _staging(self) -> mathopt.LinearSum:
         """Staging buffers on the host: a kind costs its largest option that occurs."""
@@ -281,7 +281,7 @@ class CountModel:
             for key, byte_count in options.items():
                 occurs = model.add_variable(lb=0.0, ub=1.0, is_integer=not self.relaxed, name=f"occurs_{name}_{key}")
                 model.add_linear_constraint(self.variables[key] - groups[key.group].size * occurs <= 0)
-                model.add_linear_constraint(largest - (byte_count / _UNIT) * occurs >= 0)
+                model.add_linear_constraint(largest - (byte_count / self._unit) * occurs >= 0)
             kinds.append(largest)
         return mathopt.fast_sum(kinds)
 
@@ -308,7 +308,7 @@ class CountModel:
         for name in ("turn", "next") if tier == "device" else (tier,):
             if name in self.capacity:
                 constraint, upper = self.capacity[name]
-                constraint.upper_bound = upper - byte_count / _UNIT
+                constraint.upper_bound = upper - byte_count / self._unit
 
     def solve(
         self, *, solver: str = "auto", gap: float = 1e-3, node_limit: int = 5_000, hint: dict[Key, float] | None = None
@@ -325,10 +325,7 @@ class CountModel:
             values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}
             zero = {variable: 0.0 for key, variable in self.variables.items() if key not in hint}
             model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values={**zero, **values}))
-        try:
-            result = mathopt.solve(self.model, solver_type(solver), params=parameters, model_params=model_parameters)
-        except AttributeError as error:  # MathOpt hides a refused parameter behind a missing `canonical_code`
-            raise PlanError(f"solver {solver!r} refused a parameter of the count model: {error}") from error
+        result = self._run(solver, parameters, model_parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return CountSolution(None, float("inf"), float("inf"), "infeasible", {})
@@ -342,8 +339,23 @@ class CountModel:
             seconds=values[self.total] * self._scale,
             bound_seconds=max(0.0, bound) * self._scale,
             status=reason.name.lower(),
-            short_bytes={tier: values[variable] * _UNIT for tier, variable in self.short.items()},
+            short_bytes={tier: values[variable] * self._unit for tier, variable in self.short.items()},
         )
+
+    def _run(
+        self, solver: str, parameters: mathopt.SolveParameters, model_parameters: mathopt.ModelSolveParameters
+    ) -> mathopt.SolveResult:
+        """MathOpt's answer; where HiGHS fails inside (it sometimes does on hardly feasible models), SCIP's."""
+        names = (solver, "scip") if solver in ("auto", "highs") else (solver,)
+        failure: Exception | None = None
+        for name in names:
+            try:
+                return mathopt.solve(self.model, solver_type(name), params=parameters, model_params=model_parameters)
+            except (AttributeError, RuntimeError, ValueError) as error:
+                # MathOpt hides a solver's own error behind a missing `canonical_code`; the cause has the words.
+                failure = error
+        reason = failure.__context__ or failure if failure is not None else "no reason given"
+        raise PlanError(f"solver {solver!r} failed on the count model: {reason}; name another solver") from failure
 
 
 def objective(relaxation: Relaxation, plan: Plan) -> float:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.schema import TIERS, TierName
 
-__all__ = ["ASPECTS", "Aspect", "Freedom", "Space", "pick"]
+__all__ = ["Aspect", "Freedom", "Space", "pick"]
 
-Aspect = Literal["choice", "saved", "boundary", "parameters", "optimizer"]
-ASPECTS: Final[tuple[Aspect, ...]] = ("choice", "saved", "boundary", "parameters", "optimizer")
+Aspect = Literal["choice", "saved", "boundary", "parameters", "optimizer", "parameter_lead", "activation_lead"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,21 @@ class Freedom:
             open_aspects += ["parameters", "optimizer"]
         return tuple(open_aspects)
 
+    @property
+    def leads(self) -> tuple[Aspect, ...]:
+        """The prefetch leads among the open decisions."""
+        leads: list[Aspect] = []
+        if self.placement:
+            leads.append("parameter_lead")
+        if self.activations:
+            leads.append("activation_lead")
+        return tuple(leads)
+
 
 def pick(candidates: list[int], count: int, pattern: str) -> list[int]:
     """`count` of `candidates`: the "early" or "late" ones, or "spread" evenly."""
+    if count <= 0:
+        return []
     if count >= len(candidates):
         return list(candidates)
     if pattern == "early":
@@ -83,6 +94,9 @@ class Space:
             parameters = [(tier, False) for tier in tiers]
             parameters += [(tier, True) for tier in tiers if tier != "device"]
             self.values[name, "parameters"] = tuple(parameters) if block_class.parameter_bytes else ()
+            leads = tuple(range(allowed.longest_lead + 1))
+            self.values[name, "parameter_lead"] = leads if block_class.parameter_bytes else ()
+            self.values[name, "activation_lead"] = leads
             fitting = [group for group in groups if group.tier not in absent]
             if block_class.quantizable_count == 0 and any(group.precision == "fp32" for group in fitting):
                 fitting = [group for group in fitting if group.precision == "fp32"]
@@ -100,7 +114,9 @@ class Space:
             return block.boundary
         if aspect == "parameters":
             return block.parameter_tier, block.keep_parameters
-        return block.optimizer
+        if aspect == "optimizer":
+            return block.optimizer
+        return block.parameter_lead if aspect == "parameter_lead" else block.activation_lead
 
     def put(self, block: BlockPlan, aspect: Aspect, value: Any) -> BlockPlan:
         """The block with `aspect` set to `value`."""
@@ -112,7 +128,11 @@ class Space:
             return replace(block, boundary=value)
         if aspect == "parameters":
             return replace(block, parameter_tier=value[0], keep_parameters=value[1])
-        return replace(block, optimizer=value)
+        if aspect == "optimizer":
+            return replace(block, optimizer=value)
+        if aspect == "parameter_lead":
+            return replace(block, parameter_lead=value)
+        return replace(block, activation_lead=value)
 
     def normalize(self, blocks: list[BlockPlan]) -> list[BlockPlan]:
         """`blocks` repaired in place: nothing offloaded that is not there, no dropped boundary outside a segment."""
@@ -157,6 +177,10 @@ class Space:
             if aspect == "saved" and not choice.offloadable_bytes:
                 continue
             if aspect == "boundary" and not choice.needs_input:
+                continue
+            if aspect == "parameter_lead" and block.resident and block.optimizer.step_device == "device":
+                continue
+            if aspect == "activation_lead" and block.saved_tier == "device" and block.boundary in ("device", "dropped"):
                 continue
             result.setdefault(self.get(block, aspect), []).append(index)
         return result

@@ -12,7 +12,7 @@ from typing import Final
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.planning.instance import BlockCosts, Instance, StepMode
 from lazytrain_ds.planning.plan import BlockPlan, BoundaryHome, Plan, SubGroupPlan
-from lazytrain_ds.planning.schema import Precision, TierName
+from lazytrain_ds.planning.schema import TIERS, Precision, TierName
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
 __all__ = [
@@ -63,6 +63,9 @@ def placements(instance: Instance) -> list[tuple[TierName, SubGroupPlan]]:
         ("nvme", "device"),
     ]
     result = []
+    present = [tier for tier in TIERS if instance.tier(tier).usable_bytes > 0]
+    # Absent tiers come last: only where the user's keys leave nothing else, to say how much is missing.
+    pairs.sort(key=lambda pair: sum(tier not in present for tier in pair))
     for parameters, states in pairs:
         group = sub_group(instance, states)
         if parameters not in allowed.parameter_tiers:

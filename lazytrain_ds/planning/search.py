@@ -71,7 +71,14 @@ class Search:
     def improve(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
         """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds."""
         outcome = self.evaluate(plan) or self.simulator.run(plan)
-        attempts = (self._whole_plan, self._block_moves, self._exchanges, self._pairs, self._swaps)
+        attempts = (
+            self._whole_plan,
+            self._block_moves,
+            self._exchanges,
+            self._pairs,
+            self._lead_moves,
+            self._swaps,
+        )
         stuck = 0
         position = 0
         while stuck < len(attempts) and self.left > 0 and not (outcome.fits and outcome.step_seconds <= good):
@@ -87,7 +94,10 @@ class Search:
 
     def _hopeless(self, candidate: Plan, outcome: Outcome) -> bool:
         model = self.model(candidate.optimizer_step)
-        counts = model.counts(candidate)
+        try:
+            counts = model.counts(candidate)
+        except KeyError:
+            return False  # it uses a tier that is absent: the simulator will say by how much it does not fit
         least = model.least_excess(counts)
         if least > outcome.excess:
             return True
@@ -121,9 +131,17 @@ class Search:
 
     def _block_moves(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Set one aspect of many, then fewer, blocks of a class."""
+        return self._moves(plan, outcome, list(self.space.pairs(plan, self.freedom.aspects)))
+
+    def _lead_moves(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """One visit earlier or later, for some blocks of a class."""
+        moves = [move for move in self.space.pairs(plan, self.freedom.leads) if abs(move[2] - move[3]) == 1]
+        return self._moves(plan, outcome, moves)
+
+    def _moves(self, plan: Plan, outcome: Outcome, moves: list[Move]) -> tuple[Plan, Outcome] | None:
         changed = False
         space = self.space
-        for name, aspect, source, target in list(space.pairs(plan, self.freedom.aspects)):
+        for name, aspect, source, target in moves:
             size = len(space.holders(plan, name, aspect).get(source, ()))
             while size >= 1 and self.left > 0:
                 moved = False
@@ -182,6 +200,8 @@ class Search:
     def _pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Two moves at once, one that costs memory or time and one that pays for it; the count model proposes them."""
         model = self.model(plan.optimizer_step)
+        if not outcome.fits:
+            return None  # time is no guide before the plan fits
         base = model.seconds(model.counts(plan))
         moves = list(self.space.pairs(plan, self.freedom.aspects))
         singles: list[tuple[Move, Plan]] = []

@@ -15,6 +15,7 @@ from typing import Final
 from lazytrain_ds.errors import InfeasibleError, PlanError, format_bytes
 from lazytrain_ds.planning.auto import Found, plan_auto
 from lazytrain_ds.planning.bounds import lower_bound
+from lazytrain_ds.planning.infeasible import diagnose
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.moves import Freedom, Space
 from lazytrain_ds.planning.paper_plan import paper_plan
@@ -68,7 +69,12 @@ def solve(
     Raises InfeasibleError with the shortages when nothing fits, PlanError for a kind or placement outside the space.
     """
     with _no_collector():
-        return _solve(instance, placement, time_limit_seconds, gap, kind, solver)
+        try:
+            return _solve(instance, placement, time_limit_seconds, gap, kind, solver)
+        except InfeasibleError as error:
+            if kind != "auto" or placement is not None:
+                raise
+            raise InfeasibleError(diagnose(instance).text(), error.shortages) from error
 
 
 def _solve(
@@ -96,7 +102,15 @@ def _solve(
         plan, outcome, status = found.plan, found.outcome, found.status
         bound = found.bound_seconds
     if not outcome.fits:
-        raise InfeasibleError(_shortage_message(plan, outcome), outcome.shortages)
+        short = "; ".join(
+            f"{tier}: needs {format_bytes(need)}, has {format_bytes(have)} ({format_bytes(need - have)} short)"
+            for tier, need, have in outcome.shortages
+        )
+        raise InfeasibleError(
+            f"no plan of kind {kind!r} fits at micro-batch {plan.micro_batch}: {short}; raise that cap, take a smaller "
+            "micro-batch or sequence, or let the planner decide more",
+            outcome.shortages,
+        )
     if not bound:
         bound = lower_bound(instance, simulator)
     prediction = predict(instance, plan, simulator=simulator, lower_bound_seconds=min(bound, outcome.step_seconds))
@@ -104,18 +118,6 @@ def _solve(
     if rule_outcome.fits:
         prediction = replace(prediction, best_rule=rule_name, best_rule_seconds=rule_outcome.step_seconds)
     return replace(plan, prediction=prediction, instance=digest(simulator.instance))
-
-
-def _shortage_message(plan: Plan, outcome: Outcome) -> str:
-    parts = [
-        f"{tier}: needs {format_bytes(need)}, has {format_bytes(have)} ({format_bytes(need - have)} short)"
-        for tier, need, have in outcome.shortages
-    ]
-    return (
-        f"no plan fits; the nearest one ({plan.origin}, micro-batch {plan.micro_batch}) is short of "
-        + "; ".join(parts)
-        + "; raise that cap, use a smaller micro-batch or sequence, or allow another tier"
-    )
 
 
 def _checked_placement(instance: Instance, placement: Plan) -> Plan:
