@@ -60,7 +60,8 @@ def _before_check(original: Any, engine: Any, optimizer: Any) -> Any:
         raise UnsupportedError(
             "HybridAdamW8bit cannot use DeepSpeed's NVMe optimizer offload: its swapper gives every state tensor the "
             "parameter's length and fp32 type, which damages 8-bit codes without an error. Set "
-            'offload_optimizer.device to "cpu" (8-bit states take a quarter), or add a "lazytrain" block (its own store keeps them intact).'
+            'offload_optimizer.device to "cpu" (8-bit states take a quarter), or add a "lazytrain" block (its own '
+            "store keeps them intact)."
         )
     if offload is not None and getattr(offload, "ratio", 1.0) != 1.0:
         raise UnsupportedError(

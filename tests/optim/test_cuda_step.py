@@ -1,4 +1,4 @@
-"""The CUDA path against a stand-in for bitsandbytes' op: what it is called with, and that the state's layout is the CPU's."""
+"""The CUDA path against a stand-in for bitsandbytes' op: what it is called with, on which views of the state."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=3
 def test_segments_go_to_the_op_with_the_gradient_scale(monkeypatch):
     calls = []
 
-    def op(name, g, p, c1, c2, b1, b2, b3, alpha, eps, step, lr, q1, q2, a1, a2, wd, gnorm_scale, skip_zeros):
-        calls.append((name, g.numel(), step, gnorm_scale, skip_zeros))
+    def op(name, g, p, c1, c2, b1, b2, b3, alpha, eps, step, lr, q1, q2, a1, a2, wd, scale, skip):
+        calls.append((name, g.numel(), step, scale, skip))
         assert q1.shape == q2.shape == (256,) and q1[127] == 0 and q2[0] == 0
         # What the op computes, through our own kernel: shows that views of the state are passed in the right order.
         kernels.adamw8bit_step_(
-            p, g, c1, a1, c2, a2, lr=lr, beta1=b1, beta2=b2, eps=eps, weight_decay=wd, step=step, grad_scale=gnorm_scale
+            p, g, c1, a1, c2, a2, lr=lr, beta1=b1, beta2=b2, eps=eps, weight_decay=wd, step=step, grad_scale=scale
         )
 
     monkeypatch.setattr(cuda_step, "_blockwise_op", lambda: op)
@@ -52,9 +52,8 @@ def test_bitsandbytes_own_cpu_op_takes_our_state():
 
 
 def test_what_the_op_cannot_do_is_refused():
-    layout = StateLayout.whole(10, "8bit")
-    for options in (dict(decoupled=False, weight_decay=0.1), dict(bias_correction=False)):
+    layout, zeros = StateLayout.whole(10, "8bit"), torch.zeros(10)
+    for change in (dict(decoupled=False, weight_decay=0.1), dict(bias_correction=False)):
+        options = {**HYPER, **change}
         with pytest.raises(UnsupportedError, match="AdamW with bias correction only"):
-            cuda_step.cuda_segments_step_(
-                torch.zeros(10), torch.zeros(10), layout.new_state(), layout, **{**HYPER, **options}
-            )
+            cuda_step.cuda_segments_step_(zeros, zeros.clone(), layout.new_state(), layout, **options)

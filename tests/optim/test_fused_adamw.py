@@ -41,7 +41,7 @@ def test_follows_torch(adam_w_mode, theirs):
 
 
 def test_the_explicit_update_from_a_worker_thread_equals_step():
-    """Hyper-parameters are captured when the step is asked for; the learning rate changes before the worker gets to it."""
+    """Hyper-parameters are captured when the step is asked for; the learning rate changes before the worker starts."""
     ours, p = make()
     other, q = make()
     train(ours, p, 1)
