@@ -185,7 +185,8 @@ class _Section(BaseModel):
 
 class PlannerConfig(_Section):
     """How the plan is found. `kind`: `"milp"` (ours, the default), `"rules"` (the best of them), a rule's name, or
-    `"paper"` (the published activation program). `time_limit`: seconds. `gap`: relative gap at which the solver may stop.
+    `"paper"` (the published activation program). `time_limit`: seconds. `gap`: relative gap at which the solver may
+    stop.
     """
 
     kind: Annotated[str, _choice(AUTO, "milp", "rules", "paper", *RULES)] = AUTO

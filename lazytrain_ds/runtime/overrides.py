@@ -91,6 +91,11 @@ OVERRIDDEN: Final[tuple[Override, ...]] = (
         ),
         ("zero_force_ds_cpu_optimizer", "(self)", "overridden: any torch optimizer can be stepped per sub-group"),
         ("zero_allow_untested_optimizer", "(self)", "overridden: any torch optimizer can be stepped per sub-group"),
+        (
+            "_do_optimizer_sanity_check",
+            "(self, basic_optimizer)",
+            "relied on: optim/register.py wraps it, for HybridAdamW8bit alone",
+        ),
         ("_broadcast_model", "(self)", "overridden: skipped for one rank"),
         ("_configure_basic_optimizer", "(self, model_parameters)", "overridden: plain AdamW runs our fused kernel"),
         ("_configure_zero_optimizer", "(self, optimizer)", "overridden: plans, then builds our optimizer subclass"),
