@@ -111,10 +111,13 @@ def test_import_is_light_fast_and_clean(python) -> None:
         "import time, sys; start = time.perf_counter(); import lazytrain_ds; spent = time.perf_counter() - start\n"
         "print(spent, sorted({'torch', 'deepspeed', 'pydantic', 'numpy'} & set(sys.modules)))"
     )
-    out, err = python(code, "-W", "error")
-    seconds, _, heavy = out.partition(" ")
-    assert (heavy, err) == ("[]", "")
-    assert float(seconds) < 0.3
+    seconds = []
+    for _ in range(3):  # the fastest counts: another process may have had the processor
+        out, err = python(code, "-W", "error")
+        spent, _, heavy = out.partition(" ")
+        assert (heavy, err) == ("[]", "")
+        seconds.append(float(spent))
+    assert min(seconds) < 0.3
 
 
 def test_deepspeed_that_fails_to_import_keeps_its_own_error_and_can_be_retried(python, fake_packages: Path) -> None:
