@@ -89,7 +89,6 @@ OVERRIDDEN: Final[tuple[Override, ...]] = (
             "config_class=None, mesh_device=None, dont_change_device=False)",
             "subclassed",
         ),
-        ("_save_zero_checkpoint", "(self, save_path, tag)", "overridden: the saved config is a plain dict"),
         ("zero_force_ds_cpu_optimizer", "(self)", "overridden: any torch optimizer can be stepped per sub-group"),
         ("zero_allow_untested_optimizer", "(self)", "overridden: any torch optimizer can be stepped per sub-group"),
         (
