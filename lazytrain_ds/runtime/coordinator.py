@@ -9,7 +9,8 @@ when its slot is needed or at the end of the step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +52,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._lent: set[int] = set()
         self._deferred: int | None = None
         self._training_pass = True
+        self._since = 0.0
+        self.on_visit: Callable[[str, int, float, float], None] | None = None
         self._lock = threading.RLock()
 
     def bind(
@@ -151,6 +154,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                 break  # no slot is free: later ones would not find one either, and order matters
         self.store.need(block)
         self.store.blocks[block].in_use = True
+        self._since = time.perf_counter()  # waiting for the parameters is a stall, not compute
 
     def _leave(self) -> None:
         """The visit under way ends: blocks not held until their next use are released."""
@@ -158,6 +162,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             return
         phase, block = self._visit
         self._visit = None
+        if self.on_visit is not None:
+            self.on_visit(phase, block, self._since, time.perf_counter())
         if phase == "forward" and not self._training_pass:
             gone = {block, *self._lent}
         else:

@@ -94,6 +94,12 @@ class LazyTrainEngine(DeepSpeedEngine):
         """The Instance that the plan in force was made for."""
         return self._lt_book.instance if self._lt_book is not None else None
 
+    @property
+    def lazytrain_timeline(self) -> Any:
+        """The measured Timeline of the last optimizer step (None before the first)."""
+        timelines = self._lt_book.monitor.timelines if self._lt_book is not None else ()
+        return timelines[-1] if timelines else None
+
     # -- construction ------------------------------------------------------------------------------------------
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return False  # any torch optimizer can be stepped sub-group by sub-group; which one runs is said below
@@ -143,6 +149,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             pin_memory=setup.device.pin_memory,
             root=self.module,
             allocate_staging=self._lt_book.empty_staging,
+            on_task=self._lt_book.monitor.transfer_task,
         )
         self._lt_activations.install()
         self._lt_use_plan()
@@ -202,7 +209,10 @@ class LazyTrainEngine(DeepSpeedEngine):
         at_boundary = self.is_gradient_accumulation_boundary()
         self._lt_end_micro_step()
         super().step(lr_kwargs)
+        if self._lt_book is not None:
+            self._lt_book.monitor.micro_step += 1
         if at_boundary and self._lt_book is not None:
+            self._lt_book.monitor.step_ended(self.global_steps)
             self._lt_console.step_done()
 
     # -- checkpoints -------------------------------------------------------------------------------------------

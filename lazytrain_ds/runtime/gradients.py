@@ -67,10 +67,10 @@ class GradientStore:
         byte_count = flat.numel() * flat.element_size()
         self.device.ledger.charge(byte_count, PURPOSE)
         if first:
-            event = self.device.copy_async(buffer, flat, "d2h", [self.device.record()])
+            event = self.device.copy_async(buffer, flat, "d2h", [self.device.record()], ("gradient", block))
         else:
             staging = self._take_staging(flat)
-            event = self.device.copy_async(staging, flat, "d2h", [self.device.record()])
+            event = self.device.copy_async(staging, flat, "d2h", [self.device.record()], ("gradient", block))
             self.worker.submit(partial(self._add, event, buffer, staging))
         self._in_flight.append((event, flat, byte_count, block))
 

@@ -239,7 +239,9 @@ class ParameterStore:
             after = [*waits, *self.ready(index)]
             for part in block.parts:
                 source, arrived = self._source(part, index)
-                part.event = self.device.copy_async(part.slot, source, "h2d", [*after, *arrived])
+                part.event = self.device.copy_async(
+                    part.slot, source, "h2d", [*after, *arrived], ("parameter_fetch", index)
+                )
                 self.copies += 1
                 self.copied_bytes += part.byte_count
         block.stale = False

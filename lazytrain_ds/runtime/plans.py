@@ -32,6 +32,7 @@ from lazytrain_ds.planning.simulator import predict
 from lazytrain_ds.planning.solve import solve
 from lazytrain_ds.runtime.device import make_device
 from lazytrain_ds.runtime.machine import host_threads, local_hardware
+from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
 from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
@@ -131,6 +132,7 @@ class PlanBook:
         self.hardware: HardwareSpec = local_hardware(config)
         offload = engine.zero_offload_param()
         self.device = make_device(config, self.hardware, offload is None or bool(offload.pin_memory))
+        self.monitor = Monitor(dist.get_rank())
         self.nvme_store: NvmeStore | None = None
         self.instance: Instance | None = None
         self.plan: Plan | None = None
@@ -184,6 +186,7 @@ class PlanBook:
             quantizable=lambda parameter: quantizable("", parameter),
             host_threads=host_threads(self.device.torch_device.type),
             nvme=self.nvme_store,
+            monitor=self.monitor,
         )
         return self._setup
 
@@ -298,6 +301,7 @@ class PlanBook:
             self.config.nvme_path,
             name=self._store_name,
             aio=self.engine.aio_config(),
+            on_transfer=self.monitor.transfer,
             space_limit_bytes=None if self.config.nvme_space == "auto" else int(self.config.nvme_space),
         )
 

@@ -14,6 +14,7 @@ from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.runtime.device.base import Device
+from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import Policy
 from lazytrain_ds.workload.blocks import BlockTable
 
@@ -71,6 +72,7 @@ class Setup:
     quantizable: Callable[[Parameter], bool] = lambda parameter: False
     host_threads: int = 1
     nvme: Any = None
+    monitor: Monitor = field(default_factory=Monitor)
     store: ParameterStore | None = field(default=None, init=False)
     coordinator: LazyCoordinator | None = field(default=None, init=False)
 
@@ -92,6 +94,17 @@ class Setup:
     def attach(self, store: ParameterStore, coordinator: LazyCoordinator) -> None:
         """ZeRO-3 has laid out the parameters: give the store what the plan says about residents."""
         self.store, self.coordinator = store, coordinator
+        monitor = self.monitor
+        self.device.on_copy = monitor.task
+
+        def visited(phase: str, block: int, start: float, end: float) -> None:
+            monitor.visit(phase, block, start, end)
+            monitor.memory("device", self.device.ledger.live_bytes)
+
+        coordinator.on_visit = visited
+        store.on_stall = lambda block, seconds: monitor.stall(
+            "nvme_read" if self.policy.parameter_tier(block) == "nvme" else "h2d", seconds
+        )
         for block in store.blocks:
             block.resident = self.policy.parameter_tier(block.index) == "device"
             block.pooled = block.index in self.block_modules

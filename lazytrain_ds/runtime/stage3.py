@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -421,7 +422,9 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         with self._lt_homes.open_for_update(block, sub_groups, whole) as place:
             for update, sub_group in zip(updates, sub_groups, strict=True):
                 with self._lt_states.at_hand(update.sub_group) as states:
+                    started = time.perf_counter()
                     self._lt_updater.apply(update, states, place(sub_group))
+                    self.lazytrain.monitor.task("optimizer", block, "host", started, time.perf_counter())
         if self._lt_one_rank:
             self._lt_store.home_changed(block)
 

@@ -16,17 +16,18 @@ from tests.runtime.test_stage3 import Tower, assert_same, features, run, token_c
 
 def test_copies_take_their_time_in_order_and_directions_run_at_once():
     seen = []
-    device = EmulatedDevice(Emulation(10**9, h2d=40e6, d2h=40e6), on_copy=lambda *copy: seen.append(copy))
+    device = EmulatedDevice(Emulation(10**9, h2d=40e6, d2h=40e6))
+    device.on_copy = lambda kind, block, *copy: seen.append(copy)
     source, target = torch.ones(10**5), torch.zeros(4, 10**5)  # 0.4 MB: 10 ms
     started = time.perf_counter()
-    up = [device.copy_async(target[i], source, "h2d") for i in range(2)]
-    down = [device.copy_async(target[2 + i], source, "d2h") for i in range(2)]
+    up = [device.copy_async(target[i], source, "h2d", (), ("parameter_fetch", i)) for i in range(2)]
+    down = [device.copy_async(target[2 + i], source, "d2h", (), ("gradient", i)) for i in range(2)]
     for event in (*up, *down):
         event.wait()
     assert time.perf_counter() - started >= 0.0195
     assert target.sum() == 4 * 10**5
     for channel in ("h2d", "d2h"):
-        (_, bytes_one, start_one, end_one), (_, _, start_two, end_two) = [c for c in seen if c[0] == channel]
+        (_, start_one, end_one, bytes_one), (_, start_two, end_two, _) = [c for c in seen if c[0] == channel]
         assert bytes_one == 400_000
         assert end_one - start_one == pytest.approx(0.01)
         assert start_two >= end_one

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lazytrain_ds.errors import DeviceMemoryError, format_bytes
 from lazytrain_ds.planning.schema import ChannelName
+from lazytrain_ds.planning.timeline import TaskKind
+
+OnCopy = Callable[[TaskKind, int, ChannelName, float, float, int], None]
+"""`on_copy(kind, block, channel, start, end, bytes)`, from any thread; times are time.perf_counter()."""
 
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger"]
 
@@ -124,6 +128,7 @@ class Device(ABC):
         self.torch_device = torch_device
         self.ledger = Ledger(cap_bytes)
         self.pin_memory = pin_memory
+        self.on_copy: OnCopy | None = None
 
     # -- memory ------------------------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
@@ -154,9 +159,17 @@ class Device(ABC):
     # -- order -------------------------------------------------------------------------------------------------
     @abstractmethod
     def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        channel: ChannelName,
+        after: Sequence[Event] = (),
+        task: tuple[TaskKind, int] | None = None,
     ) -> Event:
-        """Copy on `channel` ("h2d" or "d2h") once `after` is done; both tensors stay alive until the event is."""
+        """Copy on `channel` ("h2d" or "d2h") once `after` is done; both tensors stay alive until the event is.
+
+        `task`: what for and for which block; devices that can time a copy report it to `on_copy`.
+        """
 
     @abstractmethod
     def record(self) -> Event:

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from lazytrain_ds.planning.schema import ChannelName
+from lazytrain_ds.planning.timeline import TaskKind
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event
 
 
@@ -48,13 +49,21 @@ class CpuDevice(Device):
         return int(psutil.virtual_memory().available)
 
     def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        channel: ChannelName,
+        after: Sequence[Event] = (),
+        task: tuple[TaskKind, int] | None = None,
     ) -> Event:
         if not all(event.done() for event in after):
             return _LateCopy(target, source, after)
         for event in after:
             event.wait()  # raises the error of failed work
+        started = time.perf_counter()
         target.copy_(source)
+        if self.on_copy is not None and task is not None:
+            self.on_copy(*task, channel, started, time.perf_counter(), source.numel() * source.element_size())
         return DoneEvent()
 
     def record(self) -> Event:

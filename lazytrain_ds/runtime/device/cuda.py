@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lazytrain_ds.planning.schema import ChannelName
+from lazytrain_ds.planning.timeline import TaskKind
 from lazytrain_ds.runtime.device.base import Device, Event
 
 __all__ = ["CudaDevice", "CudaEvent"]
@@ -145,7 +146,12 @@ class CudaDevice(Device):
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        channel: ChannelName,
+        after: Sequence[Event] = (),
+        task: tuple[TaskKind, int] | None = None,
     ) -> Event:
         return self._channels[channel].copy(target, source, after)
 

@@ -14,7 +14,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,13 @@ import torch
 from lazytrain_ds.config import parse_size
 from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.planning.schema import ChannelName
+from lazytrain_ds.planning.timeline import TaskKind
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
 
 __all__ = ["EmulatedDevice", "Emulation"]
 
 SPIN_SECONDS = 3e-4  # the last bit of a wait is spun: sleep alone is late by up to 0.15 ms
 RATES = ("h2d", "d2h", "nvme_read", "nvme_write")
-
-OnCopy = Callable[[ChannelName, int, float, float], None]
 
 
 def parse_rate(value: object, key: str) -> float:
@@ -90,18 +89,24 @@ def sleep_until(moment: float) -> None:
 class _Channel:
     """One direction of the link."""
 
-    def __init__(self, name: ChannelName, rate: float, latency: float, jitter: random.Random | None, on_copy: Any):
+    def __init__(self, name: ChannelName, rate: float, latency: float, jitter: random.Random | None, report: Any):
         self.name, self.rate, self.latency = name, rate, latency
         self._jitter = jitter
-        self._on_copy = on_copy
+        self._report = report
         self._free_at = 0.0
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"lazytrain-{name}", daemon=True)
         self._thread.start()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> HostEvent:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Event],
+        task: tuple[TaskKind, int] | None = None,
+    ) -> HostEvent:
         done = HostEvent()
-        self._jobs.put((target, source, tuple(after), done))
+        self._jobs.put((target, source, tuple(after), task, done))
         return done
 
     def _run(self) -> None:
@@ -109,7 +114,7 @@ class _Channel:
             job = self._jobs.get()
             if job is None:
                 return
-            target, source, after, done = job
+            target, source, after, task, done = job
             try:
                 for event in after:
                     event.wait()
@@ -120,8 +125,8 @@ class _Channel:
                 self._free_at = started + self.latency + byte_count / self.rate
                 target.copy_(source)
                 sleep_until(self._free_at)
-                if self._on_copy is not None:
-                    self._on_copy(self.name, byte_count, started, self._free_at)
+                if task is not None:
+                    self._report(task, self.name, started, self._free_at, byte_count)
                 done.set()
             except BaseException as error:
                 done.set(error)
@@ -133,30 +138,36 @@ class _Channel:
 
 
 class EmulatedDevice(Device):
-    """See the module. `on_copy(channel, bytes, start, end)` is called from the channel's thread after each copy."""
+    """See the module."""
 
     name = "emulated"
 
-    def __init__(self, emulation: Emulation, on_copy: OnCopy | None = None) -> None:
+    def __init__(self, emulation: Emulation) -> None:
         super().__init__(torch.device("cpu"), emulation.memory_bytes, pin_memory=False)
         self.emulation = emulation
-        self.on_copy = on_copy
         self._channels: dict[str, _Channel] = {}
         for number, (name, rate) in enumerate((("h2d", emulation.h2d), ("d2h", emulation.d2h))):
             jitter = random.Random(emulation.seed * 2 + number) if emulation.debug else None
             self._channels[name] = _Channel(name, rate, emulation.latency_seconds, jitter, self._copied)  # type: ignore[arg-type]
 
-    def _copied(self, channel: ChannelName, byte_count: int, start: float, end: float) -> None:
+    def _copied(
+        self, task: tuple[TaskKind, int], channel: ChannelName, start: float, end: float, byte_count: int
+    ) -> None:
         if self.on_copy is not None:
-            self.on_copy(channel, byte_count, start, end)
+            self.on_copy(*task, channel, start, end, byte_count)
 
     def available_bytes(self) -> int:
         return self.emulation.memory_bytes - self.ledger.live_bytes
 
     def copy_async(
-        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, after: Sequence[Event] = ()
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        channel: ChannelName,
+        after: Sequence[Event] = (),
+        task: tuple[TaskKind, int] | None = None,
     ) -> Event:
-        return self._channels[channel].copy(target, source, after)
+        return self._channels[channel].copy(target, source, after, task)
 
     def record(self) -> Event:
         return DoneEvent()  # compute runs in the caller's thread: what was issued has happened
