@@ -221,11 +221,25 @@ def test_dtypes_and_precisions_follow_the_config():
     config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     assert question.dtype_names(config) == ("bfloat16", "float32")
     hybrid = {"optimizer": {"type": "HybridAdamW8bit"}}
-    auto = LazyTrainConfig.model_construct(state_precision="auto")
+    auto = LazyTrainConfig.model_validate({"state_precision": "auto"})
     assert question.precisions_of(hybrid, auto) == ("fp32", "8bit")
+    assert question.precisions_of(hybrid, LazyTrainConfig()) == ("8bit",)
+    assert question.precisions_of(hybrid, LazyTrainConfig.model_validate({"state_precision": "fp32"})) == ("fp32",)
     assert question.precisions_of({}, auto) == ("fp32",)
     with pytest.raises(ConfigError, match=r"needs .*HybridAdamW8bit"):
-        question.precisions_of({}, LazyTrainConfig.model_construct(state_precision="8bit"))
+        question.precisions_of({}, LazyTrainConfig.model_validate({"state_precision": "8bit"}))
+
+
+def test_8bit_states_make_a_run_fit_that_fp32_states_do_not(files, capsys, tmp_path):
+    target = tmp_path / "out.json"
+    machine = ["--hardware", "h100-sxm", "--device-memory", "2GB", "--host-memory", "70MB"]
+    assert plan(files, "--seq-len", "32", machine=machine) == 3
+    change(files[0], optimizer={"type": "HybridAdamW8bit", "params": {"lr": 1e-3}})
+    assert plan(files, "--seq-len", "32", "--json", str(target), machine=machine) == 0
+    instance = Instance.from_json(json.dumps(json.loads(target.read_text())["instance"]))
+    layer = instance.block_class(1)
+    assert layer.quantizable_count == 4 * 256 * 256 + 3 * 256 * 688
+    assert instance.block_class(0).quantizable_count == 0
 
 
 def test_divisors_are_thinned_out():

@@ -112,6 +112,7 @@ def machine_of(arguments: Namespace, block: LazyTrainConfig) -> tuple[HardwareSp
         notes.append(f"rates of {spec.name} from data sheets; --probe on the machine itself measures them")
     else:
         from lazytrain_ds.hardware.probe import probe
+        from lazytrain_ds.runtime.machine import update_seconds
 
         if path is not None:
             from lazytrain_ds.hardware.nvme import check_nvme_path
@@ -120,7 +121,7 @@ def machine_of(arguments: Namespace, block: LazyTrainConfig) -> tuple[HardwareSp
             notes += checked.warnings
             path = str(checked.path if checked.path.is_dir() else checked.path.parent)
         cache = None if block.profile.cache_dir == "auto" else block.profile.cache_dir
-        spec = probe(nvme_path=path, cache_dir=cache, refresh=bool(arguments.probe))
+        spec = probe(nvme_path=path, cache_dir=cache, refresh=bool(arguments.probe), optimizer=update_seconds)
         if spec.kind == "cpu":
             # One memory for both: by default half of it plays the device.
             half = spec.host_memory_bytes // 2

@@ -34,9 +34,10 @@ def run(arguments: Namespace) -> int:
         path = str(checked.path if checked.path.is_dir() else checked.path.parent)
 
     from lazytrain_ds.hardware.probe import probe
+    from lazytrain_ds.runtime.machine import update_seconds
 
     with console.status("measuring ..."):
-        spec = probe(nvme_path=path, refresh=True, budget_seconds=arguments.seconds)
+        spec = probe(nvme_path=path, refresh=True, budget_seconds=arguments.seconds, optimizer=update_seconds)
     for line in spec_lines(spec, with_nvme=path is not None):
         console.print(line)
     if arguments.json is not None:

@@ -4,7 +4,7 @@ planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,13 +120,13 @@ def precisions_of(config: Mapping[str, Any], block: LazyTrainConfig) -> tuple[Pr
     """State precisions that the planner may choose from."""
     section = config.get("optimizer")
     hybrid = isinstance(section, Mapping) and str(section.get("type", "")).lower() == "hybridadamw8bit"
-    if block.state_precision == "fp32" or (block.state_precision == "auto" and not hybrid):
-        return ("fp32",)
     if not hybrid:
-        raise ConfigError(
-            f'"lazytrain.state_precision": "{block.state_precision}" needs "optimizer": {{"type": "HybridAdamW8bit"}}'
-        )
-    return ("8bit",) if block.state_precision == "8bit" else ("fp32", "8bit")
+        if block.state_precision == "8bit":
+            raise ConfigError('"lazytrain.state_precision": "8bit" needs "optimizer": {"type": "HybridAdamW8bit"}')
+        return ("fp32",)
+    if "state_precision" not in block.model_fields_set or block.state_precision == "8bit":
+        return ("8bit",)
+    return ("fp32",) if block.state_precision == "fp32" else ("fp32", "8bit")
 
 
 def allowed_places(block: LazyTrainConfig, *, nvme: bool) -> Allowed:
@@ -149,11 +149,17 @@ def allowed_places(block: LazyTrainConfig, *, nvme: bool) -> Allowed:
     )
 
 
-def quantizable(name: str, parameter: Any) -> bool:
-    """Which parameters may have 8-bit states: matrices, except embeddings (8-bit moments are unstable there)."""
-    from lazytrain_ds.workload.signature import parameter_numel, parameter_shape
+def quantizable_in(config: Mapping[str, Any], model: Any) -> Callable[[str, Any], bool]:
+    """Which parameters the hybrid optimizer would give 8-bit states, under the config's own exceptions."""
+    from lazytrain_ds.optim.policy import PrecisionPolicy
 
-    return len(parameter_shape(parameter)) >= 2 and parameter_numel(parameter) >= 4096 and "embed" not in name.lower()
+    section = config.get("optimizer")
+    given = section.get("params", {}) if isinstance(section, Mapping) else {}
+    policy = PrecisionPolicy(
+        given.get("min_8bit_size", 4096), given.get("fp32_parameters", ()), given.get("quantized_parameters", ())
+    )
+    policy.observe(model)
+    return lambda name, parameter: policy.choice(parameter).precision == "8bit"
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,8 @@ def ask(
         sequence_length=sequence_length,
         accumulation_dtype=accumulation,
         precisions=precisions_of(config, block),
-        quantizable=quantizable,
+        step_devices=("host", "device") if hardware.kind == "cpu" else ("host",),
+        quantizable=quantizable_in(config, model),
         margins={
             "device": int(hardware.device_memory_bytes * MARGIN_SHARE),
             "host": int(hardware.host_memory_bytes * MARGIN_SHARE),
