@@ -41,6 +41,8 @@ class GradientStore:
         self.worker = worker
         self.buffers = buffers
         self.fresh: set[int] = set()
+        self._assigned: set[int] = set()  # set by hand while there was no gradient: the next one replaces them
+        self._spent: dict[int, float] = {}  # taken by the last step, times this
         self.threads = threads
         self.block_of = block_of
         self._in_flight: deque[tuple[Event, torch.Tensor, int, int]] = deque()
@@ -52,7 +54,8 @@ class GradientStore:
         """Move one parameter's gradient (this rank's partition, any shape) to the host buffer."""
         flat = gradient.reshape(-1)
         buffer = self.buffers[parameter.ds_id].narrow(0, 0, flat.numel())
-        first = parameter.ds_id not in self.fresh
+        first = parameter.ds_id not in self.fresh or parameter.ds_id in self._assigned
+        self._assigned.discard(parameter.ds_id)
         self.fresh.add(parameter.ds_id)
         self.moved_bytes += flat.numel() * buffer.element_size()
         if self.device.name == "cpu":
@@ -117,6 +120,24 @@ class GradientStore:
         """Those of `parameters` that got no gradient in this step."""
         return [parameter for parameter in parameters if parameter.ds_id not in self.fresh]
 
-    def step_done(self) -> None:
-        """The step has taken (or discarded) the gradients: the next ones replace them."""
+    def step_done(self, scale: float) -> None:
+        """The step has taken the gradients times `scale` (or discarded them): the next ones replace them."""
+        self._spent = dict.fromkeys(self.fresh, scale)
         self.fresh.clear()
+        self._assigned.clear()
+
+    def value(self, parameter: Parameter) -> torch.Tensor:
+        """A copy as fp32. Before the step what has accumulated; after it what the update took, as upstream shows it."""
+        buffer = self.buffers[parameter.ds_id]
+        if parameter.ds_id in self.fresh:
+            return buffer.to(torch.float32, copy=True)
+        scale = self._spent.get(parameter.ds_id)
+        return torch.zeros(buffer.numel()) if scale is None else buffer.to(torch.float32) * scale
+
+    def assign(self, parameter: Parameter, value: torch.Tensor) -> None:
+        """Replace the gradient that the next step takes. One set before any backward gives way to that backward's."""
+        buffer = self.buffers[parameter.ds_id]
+        buffer.narrow(0, 0, value.numel()).copy_(value.reshape(-1))
+        if parameter.ds_id not in self.fresh:
+            self.fresh.add(parameter.ds_id)
+            self._assigned.add(parameter.ds_id)

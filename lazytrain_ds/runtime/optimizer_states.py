@@ -231,7 +231,8 @@ class StateHomes:
             return States(master, self.optimizer.state.get(master, {}))
         self.settle()
         buffer = self.store.mapped(place.key)
-        views = {section.name: self._view(buffer, section) for section in place.sections}
+        # By way of numpy each section is a storage of its own: torch.save refuses two dtypes in one storage.
+        views = {section.name: torch.from_numpy(self._view(buffer, section).numpy()) for section in place.sections}
         master = views.pop("master")
         return States(master, {**views, **place.numbers})
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from lazytrain_ds.runtime.coordinator import LazyCoordinator
 from lazytrain_ds.runtime.device.base import Event
 from lazytrain_ds.runtime.gradients import GradientStore
 from lazytrain_ds.runtime.layout import BlockLayout, SubGroup, build_layout
+from lazytrain_ds.runtime.observers import StateObservers, guard_state, guarded_attribute, unguard_state
 from lazytrain_ds.runtime.optimizer_states import StateHomes
 from lazytrain_ds.runtime.parameter_homes import ParameterHomes
 from lazytrain_ds.runtime.parameters import ParameterStore
@@ -43,7 +44,7 @@ from lazytrain_ds.runtime.worker import HostWorker
 
 __all__ = ["LazyStage3"]
 
-# Methods of the optimizer that read or write states, masters or gradients: they wait for updates under way.
+# Whole-optimizer methods that read or write states: they wait for updates under way (single values: observers.py).
 OBSERVERS = (
     "state_dict",
     "load_state_dict",
@@ -51,31 +52,8 @@ OBSERVERS = (
     "offload_states",
     "reload_states",
     "refresh_fp32_params",
-    "get_full_hp_param",
-    "set_full_hp_param",
-    "get_local_fp32_param",
-    "set_local_hp_param",
-    "get_fp32_grad_for_param",
-    "set_fp32_grad_for_param",
-    "get_local_fp32_grad_for_param",
-    "set_local_grad_for_param",
-    "update_fp32_grad_for_param_vectorized",
-    "get_fp32_grad_partitions",
 )
 _SWAP_LOCK = threading.RLock()
-
-
-def _guarded(name: str) -> property:
-    """An attribute whose access from outside the worker first waits for updates under way."""
-
-    def read(self: LazyStage3) -> Any:
-        self.drain()
-        return self.__dict__[name]
-
-    def write(self: LazyStage3, value: Any) -> None:
-        self.__dict__[name] = value
-
-    return property(read, write)
 
 
 class _GroupBuffers:
@@ -98,13 +76,13 @@ class _GroupBuffers:
         return place
 
 
-class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
+class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
     """One rank: our fetch, gradients and updates. More ranks: our sub-groups and updates, DeepSpeed's gathers."""
 
     lazytrain: Setup  # set on the subclass that the engine makes for itself
 
-    fp32_partitioned_groups_flat = _guarded("_lt_fp32_flat")
-    fp16_partitioned_groups_flat = _guarded("_lt_fp16_flat")
+    fp32_partitioned_groups_flat = guarded_attribute("_lt_fp32_flat")
+    fp16_partitioned_groups_flat = guarded_attribute("_lt_fp16_flat")
     _lt_worker: HostWorker | None = None
     _lt_inside_step = False
 
@@ -246,6 +224,7 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         )
         trainable = {p.ds_id for group in self.fp16_groups for p in group}
         self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
+        guard_state(self.optimizer, self.drain)
         if not self._lt_one_rank:
             return
         self._lt_store = ParameterStore(setup.device, self._lt_layout.blocks, setup.nvme)
@@ -356,12 +335,13 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         self.drain()
         self._lt_jobs = []
         self._lt_norm = None
+        self._lt_gradient_scale = 1.0
         self._lt_inside_step = True
         try:
             super().step(closure)
         finally:
             self._lt_inside_step = False
-            self._lt_gradients.step_done()
+            self._lt_gradients.step_done(self._lt_gradient_scale)
             self._offload_boundary_param_ids.clear()
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
@@ -375,8 +355,9 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         if self.clip_grad > 0.0:
             clip = torch.clamp(((total_norm / self.loss_scale) + 1e-6) / self.clip_grad, min=1.0)
             combined = clip * self.loss_scale
+        self._lt_gradient_scale = float(1.0 / combined)
         index, hyper, _ = self._lt_jobs[-1]
-        self._lt_jobs[-1] = (index, hyper, float(1.0 / combined))
+        self._lt_jobs[-1] = (index, hyper, self._lt_gradient_scale)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         """Recorded in `_prepare_sub_group`; applied after `_post_step`."""
@@ -444,13 +425,6 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
             at += numel
         return tuple(spans)
 
-    # -- what others read --------------------------------------------------------------------------------------
-    def _get_fp32_grad_state_partition(self, param: Parameter, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
-        """The accumulated gradient itself: there is no second, fp32 copy of it."""
-        group_index, _, _ = self.grad_position[self.get_param_id(param)]
-        self._lt_gradients.settle()
-        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id], group_index
-
     # -- checkpoints -------------------------------------------------------------------------------------------
     def _rigid_state_dict(self) -> dict[str, Any]:
         with exposed_states(self) as masters:
@@ -480,12 +454,15 @@ class LazyStage3(DeepSpeedZeroOptimizer_Stage3):
         yield
 
     def destroy(self) -> None:
-        self.drain()
-        if self._lt_one_rank and hasattr(self, "_lt_store"):
-            self._lt_store.close()
-        self._lt_states.close()
-        self._lt_worker.close()
-        super().destroy()
+        """End the updates under way and free everything, also after a failure (which is raised at the end)."""
+        with ExitStack() as endings:  # last in, first out
+            endings.callback(super().destroy)
+            endings.callback(unguard_state, self.optimizer)
+            endings.callback(self._lt_worker.close)
+            endings.callback(self._lt_states.close)
+            if self._lt_one_rank and hasattr(self, "_lt_store"):
+                endings.callback(self._lt_store.close)
+            self.drain()
 
 
 def _draining(name: str) -> Callable[..., Any]:

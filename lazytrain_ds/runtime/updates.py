@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from lazytrain_ds.errors import OptimizerError
 from lazytrain_ds.optim.convert_state import adopt_state, saved_layout, segments_tensor
 from lazytrain_ds.optim.fused_adamw import FusedAdamW, hyper_parameters
-from lazytrain_ds.optim.kernels import adamw_segments_step_
+from lazytrain_ds.optim.kernels import adamw_segments_step_, dequantize, quantize
 from lazytrain_ds.optim.layout import FP32_KEYS, QUANTIZED_KEYS, Precision, StateLayout
 from lazytrain_ds.optim.quantization import number_of_blocks
 from lazytrain_ds.runtime.optimizer_states import Span, States
@@ -47,6 +48,24 @@ class Updater:
     def apply(self, update: Update, states: States, low_precision: torch.Tensor) -> None:
         """Run one update in the calling thread; the new weights also go to `low_precision`."""
         raise NotImplementedError
+
+    def read_state(self, states: States, key: str, offset: int, numel: int) -> torch.Tensor:
+        """A copy of state `key` of some elements, as fp32. OptimizerError if it is no state of each element."""
+        return self._elements(states, key).narrow(0, offset, numel).to(torch.float32, copy=True)
+
+    def write_state(self, states: States, key: str, offset: int, value: torch.Tensor) -> None:
+        """Replace state `key` of the elements from `offset` on by `value` (flat, fp32)."""
+        self._elements(states, key).narrow(0, offset, value.numel()).copy_(value)
+
+    def _elements(self, states: States, key: str) -> torch.Tensor:
+        value = states.state.get(key)
+        if not torch.is_tensor(value) or value.numel() != states.master.numel():
+            known = [name for name, each in states.state.items() if torch.is_tensor(each) and each.dim() > 0]
+            raise OptimizerError(
+                f"there is no state {key!r} with one value per element; this optimizer has "
+                f"{known or 'none before its first step'}"
+            )
+        return value.reshape(-1)
 
 
 class FusedUpdater(Updater):
@@ -88,6 +107,33 @@ class FusedUpdater(Updater):
         state["step"] = torch.tensor(float(step))
         if separate is None and low_precision.data_ptr() != master.data_ptr():
             low_precision.copy_(master)
+
+    def read_state(self, states: States, key: str, offset: int, numel: int) -> torch.Tensor:
+        layout = saved_layout(states.state, states.master.numel())
+        if key not in FP32_KEYS or not layout.quantized_numel:
+            return super().read_state(states, key, offset, numel)
+        value = torch.empty(numel, dtype=torch.float32)
+        for start, stop, precision, tensors in _pieces(layout, states.state, ((offset, numel),)):
+            target = value[start - offset : stop - offset]
+            if precision == "fp32":
+                target.copy_(tensors[key])
+            else:
+                target.copy_(dequantize(tensors[f"{key}_codes"], tensors[f"{key}_absmax"], key == FP32_KEYS[0]))
+        return value
+
+    def write_state(self, states: States, key: str, offset: int, value: torch.Tensor) -> None:
+        layout = saved_layout(states.state, states.master.numel())
+        if key not in FP32_KEYS or not layout.quantized_numel:
+            super().write_state(states, key, offset, value)
+            return
+        for start, stop, precision, tensors in _pieces(layout, states.state, ((offset, value.numel()),)):
+            part = value[start - offset : stop - offset].contiguous()
+            if precision == "fp32":
+                tensors[key].copy_(part)
+            else:
+                codes, absmax = quantize(part, key == FP32_KEYS[0])
+                tensors[f"{key}_codes"].copy_(codes)
+                tensors[f"{key}_absmax"].copy_(absmax)
 
 
 def _pieces(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,8 +48,11 @@ def zero3_config(dtype: str = "fp32", accumulation: int = 1, clip: float = 1.0, 
     return {**config, **changes}
 
 
-def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1) -> Any:
-    """An instance with the model's real parameter bytes and made-up costs; every block may be recomputed."""
+def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1, quantizable: Any = None) -> Any:
+    """An instance with the model's real parameter bytes and made-up costs; every block may be recomputed.
+
+    `quantizable(parameter)`: whether its states may be 8-bit.
+    """
     from lazytrain_ds.planning import instance as I
     from lazytrain_ds.planning.schema import TRANSFER_CHANNELS
     from lazytrain_ds.workload.blocks import find_blocks
@@ -64,8 +68,13 @@ def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1) -> An
         costs = I.BlockCosts(micro_batch, 100, 0.01, 0.02, 1000, 10, 10, menu)
         count = sum(parameter_numel(named[name]) for name in block.parameters)
         trainable = sum(parameter_numel(named[name]) for name in block.parameters if named[name].requires_grad)
+        quantized = sum(
+            parameter_numel(named[name])
+            for name in block.parameters
+            if quantizable is not None and named[name].requires_grad and quantizable(named[name])
+        )
         classes[block.class_name] = I.BlockClass(
-            block.class_name, count, trainable, 0, 4 * count, 4 * trainable, "fp32", (costs,)
+            block.class_name, count, trainable, quantized, 4 * count, 4 * trainable, "fp32", (costs,)
         )
     return I.Instance(
         name="flat",
@@ -73,7 +82,11 @@ def flat_instance(model: nn.Module, micro_batch: int = 2, rounds: int = 1) -> An
         channels=tuple(I.Channel(name, 1e9) for name in TRANSFER_CHANNELS),
         classes=tuple(classes.values()),
         order=tuple(block.class_name for block in table),
-        optimizer_modes=(I.OptimizerMode("host", "fp32", 1e-9, 12.0), I.OptimizerMode("device", "fp32", 1e-9, 12.0)),
+        optimizer_modes=tuple(
+            I.OptimizerMode(place, precision, 1e-9, byte_count)
+            for precision, byte_count in (("fp32", 12.0), *([("8bit", 6.03125)] if quantizable else []))
+            for place in ("host", "device")
+        ),
         micro_batches=(micro_batch,),
         global_batch=micro_batch * rounds,
         sequence_length=32,
@@ -134,6 +147,22 @@ def bare_setup(model: nn.Module, instance: Any, plan: Any, device: Any, nvme: An
     return setup
 
 
+def quantizes(model: nn.Module, optimizer: Any) -> Any:
+    """Which parameters an 8-bit optimizer quantizes; None for the others."""
+    from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
+
+    if not isinstance(optimizer, HybridAdamW8bit):
+        return None
+    optimizer.observe_model(model)
+    return lambda parameter: optimizer.precision_of(parameter) == "8bit"
+
+
+def with_precision(plan: Any, precision: str) -> Any:
+    """The plan with states of another precision."""
+    blocks = tuple(replace(b, optimizer=replace(b.optimizer, precision=precision)) for b in plan.blocks)
+    return replace(plan, blocks=blocks)
+
+
 def engine_for(
     model: nn.Module,
     config: dict[str, Any],
@@ -143,26 +172,38 @@ def engine_for(
     tiers: tuple[str, ...] = ("device", "host"),
     nvme: Any = None,
     states: tuple[str, ...] = ("host",),
+    arrange: Any = None,
 ) -> Any:
-    """A DeepSpeed engine; with a seed its ZeRO-3 optimizer is ours under the random plan of it, without it is stock."""
+    """A DeepSpeed engine; with a seed its ZeRO-3 optimizer is ours under the random plan of it, without it is stock.
+
+    `arrange(plan)` gives the plan to use instead. States are 8-bit where the optimizer quantizes.
+    """
     one_process_group()
     import deepspeed
     from deepspeed.runtime.zero import stage3 as upstream
 
     original = upstream.DeepSpeedZeroOptimizer_Stage3
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
     if seed is not None:
         from lazytrain_ds.runtime.device.cpu import CpuDevice
         from lazytrain_ds.runtime.stage3 import LazyStage3
 
         rounds = config["gradient_accumulation_steps"]
-        instance = flat_instance(model, rounds=rounds)
+        quantizable = quantizes(model, optimizer)
+        instance = flat_instance(model, rounds=rounds, quantizable=quantizable)
         plan = random_plan(instance, seed, tiers, states=states)
+        if quantizable is not None:
+            plan = with_precision(plan, "8bit")
+        plan = arrange(plan) if arrange is not None else plan
+        plan.check(instance)
         setup = bare_setup(model, instance, plan, device or CpuDevice(), nvme)
+        setup.quantizable = quantizable or setup.quantizable
         upstream.DeepSpeedZeroOptimizer_Stage3 = type("LazyStage3", (LazyStage3,), {"lazytrain": setup})
     try:
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95)),
+            optimizer=optimizer,
             config=config,
         )
     finally:
