@@ -73,7 +73,6 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_micro_step_open = False
         super().__init__(*args, **kwargs)
         self._lt_console = Console(self)
-        atexit.register(_finish_at_exit, weakref.ref(self))
         if self._lt_setup is not None:
             self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
 
@@ -156,7 +155,11 @@ class LazyTrainEngine(DeepSpeedEngine):
 
     def _lt_use_plan(self) -> None:
         """Carry out the activation side of the plan in force from the next forward on."""
-        self._lt_activations.mover.store = self._lt_book.nvme_store  # opened when the first plan needs it
+        store = self._lt_book.nvme_store  # opened when the first plan needs it
+        if store is not self._lt_activations.mover.store:
+            self._lt_activations.mover.store = store
+            # Exit handlers run last in, first out: ours has to come before the store's own.
+            atexit.register(_finish_at_exit, weakref.ref(self))
         self._lt_activations.set_actions(self._lt_book.actions())
 
     # -- forward and backward ----------------------------------------------------------------------------------

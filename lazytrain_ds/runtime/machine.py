@@ -50,7 +50,9 @@ def update_seconds(step_device: str, precision: str, budget_seconds: float) -> f
 def local_hardware(config: LazyTrainConfig) -> HardwareSpec:
     """Probe (seconds the first time, then from the cache of this machine) and apply the block's caps."""
     nvme_path = None if config.nvme_path == "auto" else config.nvme_path
-    spec = probe(nvme_path=nvme_path, optimizer=update_seconds)
+    cache_dir = None if config.profile.cache_dir == "auto" else config.profile.cache_dir
+    refresh = config.profile.refresh is True
+    spec = probe(nvme_path=nvme_path, cache_dir=cache_dir, refresh=refresh, optimizer=update_seconds)
     device, host, nvme = spec.device_memory_bytes, spec.host_memory_bytes, spec.nvme_bytes
     if spec.kind == "cpu":
         device, host = device // CPU_SHARE, host // CPU_SHARE

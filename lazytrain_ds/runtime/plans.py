@@ -300,9 +300,13 @@ class PlanBook:
         self.nvme_store = NvmeStore(
             self.config.nvme_path,
             name=self._store_name,
-            aio=self.engine.aio_config(),
+            # DeepSpeed fills in a block where the user wrote none; its one thread a direction is slower than ours.
+            aio=self.engine.aio_config() if "aio" in dict(self.engine.config) else None,
             on_transfer=self.monitor.transfer,
             space_limit_bytes=None if self.config.nvme_space == "auto" else int(self.config.nvme_space),
+            write_budget_bytes_per_day=(
+                None if self.config.nvme_write_budget == "auto" else int(self.config.nvme_write_budget)
+            ),
         )
 
     def _uses_nvme(self) -> bool:
