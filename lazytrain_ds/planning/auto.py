@@ -99,7 +99,9 @@ def plan_auto(
         search = Search(simulator, candidate.micro_batch, freedom, share)
         good = bound * (1 + gap / 4)
         starts = _starts(candidate, placement or base, search, solver, good)
-        for plan, outcome in (*starts[:2], *own[:1]):
+        if placement is None:
+            starts = sorted((*starts[:2], *own[:1]), key=lambda item: (item[1].excess, item[1].step_seconds))
+        for plan, outcome in starts[:2]:
             plan, outcome = search.improve(plan, good)
             found.offer(plan, outcome, "count model, arranged and improved")
             if outcome.fits and outcome.step_seconds <= good:

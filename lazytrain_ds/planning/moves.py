@@ -1,8 +1,9 @@
 """The plan space as local moves: set one aspect of some blocks to another value, and keep the plan valid.
 
-An *aspect* is one decision of a block (its menu choice, the home of its saved tensors, of its boundary, its
-parameters, its sub-group). A move takes the blocks of one class that have value `a`, picks some (the earliest, the
-latest, or evenly spread ones) and gives them value `b`; `normalize` then repairs what no longer goes together.
+An *aspect* is one decision of a block: its menu choice, the home of its saved tensors, of its boundary (or these three
+at once: its activation), its parameters, its sub-group, its leads. A move takes the blocks of one class that have value
+`a`, picks some (the earliest, the latest, or evenly spread ones) and gives them value `b`; `normalize` then repairs
+what no longer goes together.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lazytrain_ds.planning.instance import Instance
+from lazytrain_ds.planning.instance import ActivationChoice, Instance
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.schema import TIERS, TierName
 
 __all__ = ["Aspect", "Freedom", "Space", "pick"]
 
-Aspect = Literal["choice", "saved", "boundary", "parameters", "optimizer", "parameter_lead", "activation_lead"]
+Aspect = Literal[
+    "activation", "choice", "saved", "boundary", "parameters", "optimizer", "parameter_lead", "activation_lead"
+]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Freedom:
     def aspects(self) -> tuple[Aspect, ...]:
         open_aspects: list[Aspect] = []
         if self.activations:
-            open_aspects += ["choice", "saved", "boundary"]
+            open_aspects.append("activation")
         if self.placement:
             open_aspects += ["parameters", "optimizer"]
         return tuple(open_aspects)
@@ -90,6 +93,7 @@ class Space:
             if allowed.drop_boundaries and allowed.longest_segment > 1 and menu[-1].kind == "boundary":
                 homes.append("dropped")
             self.values[name, "boundary"] = tuple(homes)
+            self.values[name, "activation"] = tuple(self._activations(name, usable))
             tiers = [tier for tier in allowed.parameter_tiers if tier not in absent]
             parameters = [(tier, False) for tier in tiers]
             parameters += [(tier, True) for tier in tiers if tier != "device"]
@@ -104,8 +108,19 @@ class Space:
         self._default_home: TierName = next(tier for tier in TIERS if tier in allowed.boundary_tiers)
         self._default_saved: TierName = next(tier for tier in TIERS if tier in allowed.saved_tiers)
 
+    def _activations(self, name: str, usable: list[ActivationChoice]) -> Iterator[tuple[str, str, str]]:
+        """Every (choice, saved tier, boundary home) that goes together."""
+        for choice in usable:
+            homes = self.values[name, "boundary"] if choice.needs_input else ("device",)
+            for saved in self.values[name, "saved"] if choice.offloadable_bytes else ("device",):
+                for home in homes:
+                    if home != "dropped" or choice.kind == "boundary":
+                        yield choice.name, saved, home
+
     def get(self, block: BlockPlan, aspect: Aspect) -> Any:
         """The block's value of `aspect`."""
+        if aspect == "activation":
+            return block.choice, block.saved_tier, block.boundary
         if aspect == "choice":
             return block.choice
         if aspect == "saved":
@@ -120,6 +135,8 @@ class Space:
 
     def put(self, block: BlockPlan, aspect: Aspect, value: Any) -> BlockPlan:
         """The block with `aspect` set to `value`."""
+        if aspect == "activation":
+            return replace(block, choice=value[0], saved_tier=value[1], boundary=value[2])
         if aspect == "choice":
             return replace(block, choice=value)
         if aspect == "saved":

@@ -92,9 +92,9 @@ def solve_paper(
     edge = {pair: model.add_binary_variable(name=f"edge_{pair[0]}_{pair[1]}") for pair in edges}
     home = {(i, h): model.add_binary_variable(name=f"{h}_{i}") for i in range(n + 1) for h in HOMES}
     for i in range(n + 1):
-        entering = sum((edge[pair] for pair in edges if pair[1] == i), mathopt.LinearExpression())
-        leaving = sum((edge[pair] for pair in edges if pair[0] == i), mathopt.LinearExpression())
-        kept = sum((home[i, h] for h in HOMES), mathopt.LinearExpression())
+        entering = mathopt.fast_sum(edge[pair] for pair in edges if pair[1] == i)
+        leaving = mathopt.fast_sum(edge[pair] for pair in edges if pair[0] == i)
+        kept = mathopt.fast_sum(home[i, h] for h in HOMES)
         if i > 0:
             model.add_linear_constraint(entering - kept == 0)
         if i < n:
@@ -106,14 +106,12 @@ def solve_paper(
             model.add_linear_constraint(variable == 1)
     budgets = {"device": p.device_budget_bytes, "host": p.host_budget_bytes, "nvme": p.nvme_budget_bytes}
     for h in HOMES:
-        used = sum((p.boundary_bytes[i] * home[i, h] for i in range(n + 1)), mathopt.LinearExpression())
+        used = mathopt.fast_sum(p.boundary_bytes[i] * home[i, h] for i in range(n + 1))
         model.add_linear_constraint(used <= budgets[h])
     if p.nvme_limit is not None:
-        model.add_linear_constraint(
-            sum((home[i, "nvme"] for i in range(n + 1)), mathopt.LinearExpression()) <= p.nvme_limit
-        )
+        model.add_linear_constraint(mathopt.fast_sum(home[i, "nvme"] for i in range(n + 1)) <= p.nvme_limit)
     unit = max(p.boundary_bytes) or 1  # traffic in boundaries rather than bytes: better scaled
-    exposure = mathopt.LinearExpression()
+    exposures: list[mathopt.LinearTypes] = []
     flows = (
         ("down", p.down_capacity, p.gradient_bytes, p.link_rate, ("host", "nvme"), 0),
         ("up", p.up_capacity, p.parameter_bytes, p.link_rate, ("host", "nvme"), 1),
@@ -130,18 +128,20 @@ def solve_paper(
                 flow[w].append(variable)
                 parts.append(variable)
             share = p.boundary_bytes[i] / unit
-            total = sum(parts, mathopt.LinearExpression())
-            away = sum((share * home[i, h] for h in homes), mathopt.LinearExpression())  # type: ignore[index]
+            total = mathopt.fast_sum(parts)
+            away = mathopt.fast_sum(share * home[i, h] for h in homes)  # type: ignore[index]
             model.add_linear_constraint(total - away == 0)
         for w in range(n):
             exposed = model.add_variable(lb=0.0, name=f"{name}_exposed_{w}")
             free = max(0.0, capacity[w] - mandatory[w]) / unit
-            model.add_linear_constraint(sum(flow[w], mathopt.LinearExpression()) - exposed <= free)
-            exposure += exposed * (unit / rate)
-    recompute = sum((sum(p.forward_seconds[s : e - 1]) * edge[s, e] for s, e in edges), mathopt.LinearExpression())
-    materialized = sum((home[i, h] for i in range(n + 1) for h in HOMES), mathopt.LinearExpression())
-    on_nvme = sum((home[i, "nvme"] for i in range(n + 1)), mathopt.LinearExpression())
-    model.minimize(recompute + exposure + p.materialized_weight * materialized + p.nvme_weight * on_nvme)
+            model.add_linear_constraint(mathopt.fast_sum(flow[w]) - exposed <= free)
+            exposures.append(exposed * (unit / rate))
+    recompute = mathopt.fast_sum(sum(p.forward_seconds[s : e - 1]) * edge[s, e] for s, e in edges)
+    materialized = mathopt.fast_sum(home[i, h] for i in range(n + 1) for h in HOMES)
+    on_nvme = mathopt.fast_sum(home[i, "nvme"] for i in range(n + 1))
+    model.minimize(
+        recompute + mathopt.fast_sum(exposures) + p.materialized_weight * materialized + p.nvme_weight * on_nvme
+    )
     limit = None if time_limit_seconds is None else datetime.timedelta(seconds=time_limit_seconds)
     parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, node_limit=node_limit, time_limit=limit)
     result = mathopt.solve(model, solver, params=parameters)

@@ -224,9 +224,11 @@ class Relaxation:
                     late.add(key, coefficient)
         for key, coefficient in relief.items():
             out.add(key, coefficient)
+        # A dropped boundary re-runs the block before it, which must be one that keeps its boundary only.
+        recomputed = [any(choice[4] for choice in menu.values()) for menu in costs.choices]
         least_forward = [
             min(
-                (costs.blocks[block - 1].forward_seconds for block in group.blocks if block > 0),
+                (costs.blocks[b - 1].forward_seconds for b in group.blocks if b > 0 and recomputed[b - 1]),
                 default=0.0,
             )
             for group in self.groups
@@ -503,14 +505,17 @@ class Relaxation:
         step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
         return max(total, *step)
 
+    def device_bytes(self, counts: dict[Key, float]) -> float:
+        """Device bytes at the start of backward, as far as counts tell."""
+        most = max(self.turn.value(counts), self.next.value(counts) if self.instance.block_count > 1 else 0.0)
+        return self.memory["device"].value(counts) + most
+
     def least_excess(self, counts: dict[Key, float]) -> float:
         """Bytes above the caps that every plan with these counts has at least."""
         excess = 0.0
         for tier in TIERS:
-            need = self.memory[tier].value(counts)
-            if tier == "device":
-                need += max(self.turn.value(counts), self.next.value(counts) if self.instance.block_count > 1 else 0.0)
-            elif tier == "host":
+            need = self.device_bytes(counts) if tier == "device" else self.memory[tier].value(counts)
+            if tier == "host":
                 for kind in self.staging.values():
                     need += max((size for key, size in kind.items() if counts.get(key)), default=0)
             excess += max(0.0, need - self.costs.caps[tier])

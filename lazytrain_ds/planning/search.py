@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lazytrain_ds.planning.instance import StepMode
 from lazytrain_ds.planning.moves import Aspect, Freedom, Space, pick
@@ -28,7 +28,20 @@ _PARTNERS: Final = 4
 # Pairs of moves simulated in one round, the model's favourites.
 _PAIRS: Final = 24
 
+# Moves on either side of a pair.
+_HALVES: Final = 16
+
 Move = tuple[str, Aspect, Any, Any]
+
+
+class _Ranked(NamedTuple):
+    """A move with what the count model says of it: seconds gained, device bytes freed."""
+
+    rank: tuple[float, float, float]
+    order: int
+    move: Move
+    gain: float
+    freed: float
 
 
 def better(left: Outcome, right: Outcome) -> bool:
@@ -73,8 +86,8 @@ class Search:
         outcome = self.evaluate(plan) or self.simulator.run(plan)
         attempts = (
             self._whole_plan,
-            self._block_moves,
             self._exchanges,
+            self._block_moves,
             self._pairs,
             self._lead_moves,
             self._swaps,
@@ -131,7 +144,24 @@ class Search:
 
     def _block_moves(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Set one aspect of many, then fewer, blocks of a class."""
-        return self._moves(plan, outcome, list(self.space.pairs(plan, self.freedom.aspects)))
+        return self._moves(plan, outcome, [item.move for item in self._ranked(plan, outcome)])
+
+    def _ranked(self, plan: Plan, outcome: Outcome) -> list[_Ranked]:
+        """All single-block moves, those the count model likes best first: less above the caps, then faster."""
+        model = self.model(plan.optimizer_step)
+        before = model.counts(plan)
+        seconds, need = model.seconds(before), model.device_bytes(before)
+        result: list[_Ranked] = []
+        for index, move in enumerate(self.space.pairs(plan, self.freedom.aspects)):
+            name, aspect, source, target = move
+            holders = self.space.holders(plan, name, aspect)[source]
+            candidate = self.space.moved(plan, pick(holders, 1, "spread"), aspect, target)
+            after = model.counts(candidate)
+            gain, freed = seconds - model.seconds(after), need - model.device_bytes(after)
+            rank = (-freed if not outcome.fits else 0.0, -gain, -freed)
+            result.append(_Ranked(rank, index, move, gain, freed))
+        result.sort(key=lambda item: (item.rank, item.order))
+        return result
 
     def _lead_moves(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """One visit earlier or later, for some blocks of a class."""
@@ -139,24 +169,41 @@ class Search:
         return self._moves(plan, outcome, moves)
 
     def _moves(self, plan: Plan, outcome: Outcome, moves: list[Move]) -> tuple[Plan, Outcome] | None:
+        """Try every move at the numbers of blocks that the count model likes best."""
         changed = False
         space = self.space
         for name, aspect, source, target in moves:
-            size = len(space.holders(plan, name, aspect).get(source, ()))
-            while size >= 1 and self.left > 0:
-                moved = False
-                for pattern in ("late", "early", "spread"):
+            if self.left <= 0:
+                break
+            for rank, size in enumerate(self._sizes(plan, outcome, (name, aspect, source, target))):
+                for pattern in ("spread", "late", "early") if rank == 0 else ("spread",):
                     holders = space.holders(plan, name, aspect).get(source, [])
-                    if not holders or (size >= len(holders) and pattern != "late"):
+                    if not holders or (size >= len(holders) and pattern != "spread"):
                         continue
                     candidate = space.moved(plan, pick(holders, size, pattern), aspect, target)
                     result = self._try(candidate, outcome)
                     if result is not None:
-                        plan, outcome, changed, moved = candidate, result, True, True
-                        break
-                if not moved:
-                    size //= 2
+                        plan, outcome, changed = candidate, result, True
         return (plan, outcome) if changed else None
+
+    def _sizes(self, plan: Plan, outcome: Outcome, move: Move) -> list[int]:
+        """Up to three numbers of blocks: fitting and fast by the model, or freeing most while the plan does not fit."""
+        name, aspect, source, target = move
+        holders = self.space.holders(plan, name, aspect).get(source, [])
+        model = self.model(plan.optimizer_step)
+        before = model.seconds(model.counts(plan))
+        ranked: list[tuple[float, float, int]] = []
+        size = 1
+        while holders:
+            size = min(size, len(holders))
+            counts = model.counts(self.space.moved(plan, pick(holders, size, "spread"), aspect, target))
+            excess = model.least_excess(counts)
+            if excess <= outcome.excess and (not outcome.fits or model.seconds(counts) < before * (1 + 1e-3)):
+                ranked.append((excess if not outcome.fits else 0.0, model.seconds(counts), size))
+            if size == len(holders):
+                break
+            size *= 2
+        return [size for _, _, size in sorted(ranked)[:3]]
 
     def _exchanges(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Blocks near the longest waits exchange activations, parameters or sub-group with blocks elsewhere."""
@@ -199,25 +246,25 @@ class Search:
 
     def _pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Two moves at once, one that costs memory or time and one that pays for it; the count model proposes them."""
-        model = self.model(plan.optimizer_step)
         if not outcome.fits:
             return None  # time is no guide before the plan fits
+        model = self.model(plan.optimizer_step)
         base = model.seconds(model.counts(plan))
-        moves = list(self.space.pairs(plan, self.freedom.aspects))
-        singles: list[tuple[Move, Plan]] = []
-        for move in moves:
-            name, aspect, source, target = move
-            holders = self.space.holders(plan, name, aspect)[source]
-            singles.append((move, self.space.moved(plan, pick(holders, 1, "spread"), aspect, target)))
+        moves = self._ranked(plan, outcome)
+        gaining = [item.move for item in moves if item.gain > 0][:_HALVES]
+        freeing = sorted((item for item in moves if item.freed > 0), key=lambda item: item.gain / item.freed)
+        paying = [item.move for item in reversed(freeing)][:_HALVES]
         ranked: list[tuple[float, int, Plan]] = []
-        for index, ((first, partial_plan), (second, _)) in enumerate(product(singles, singles)):
-            if first[:2] == second[:2] and (first[2] == second[3] or first[2:] == second[2:]):
+        for index, (first, second) in enumerate(product(gaining, paying)):
+            candidate: Plan | None = plan
+            for name, aspect, source, target in (first, second):
+                holders = self.space.holders(candidate, name, aspect).get(source, []) if candidate else []
+                if not holders or candidate is None:
+                    candidate = None
+                    break
+                candidate = self.space.moved(candidate, pick(holders, 1, "spread"), aspect, target)
+            if candidate is None:
                 continue
-            name, aspect, source, target = second
-            holders = self.space.holders(partial_plan, name, aspect).get(source, [])
-            if not holders or index % _stride(len(singles)) != 0:
-                continue
-            candidate = self.space.moved(partial_plan, pick(holders, 1, "spread"), aspect, target)
             counts = model.counts(candidate)
             if model.least_excess(counts) > outcome.excess:
                 continue
@@ -250,11 +297,6 @@ class Search:
             if result is not None:
                 plan, outcome, changed = candidate, result, True
         return (plan, outcome) if changed else None
-
-
-def _stride(count: int) -> int:
-    """Look at no more than about 600 pairs."""
-    return max(1, count * count // 600)
 
 
 def _activation_part(plan: Plan, block: int) -> tuple[Any, ...]:

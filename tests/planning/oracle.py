@@ -14,7 +14,7 @@ from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.schema import TRANSFER_CHANNELS
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-LIMIT = 20_000
+LIMIT = 6_000
 
 # What a random instance leaves open; together they cover every dimension of the plan space.
 PROFILES = (
