@@ -220,10 +220,10 @@ def test_prefetches_are_issued_in_the_order_of_use_when_the_gradient_arrives(mod
 
 @pytest.mark.slow
 def test_keep_all_costs_at_most_two_percent_of_a_steps_cpu_time():
-    """Hidden 512, 12 blocks, medians of 20 interleaved steps, per-thread CPU time."""
+    """Hidden 512, 12 blocks, 128 tokens, medians of 20 interleaved steps, per-thread CPU time."""
     torch.manual_seed(0)
-    big = GPT(12, width=512, length=64)
-    big_step = language_step(length=64, batch=1)
+    big = GPT(12, width=512, length=128)
+    big_step = language_step(length=128, batch=1)
     blocks = list(big.blocks)
 
     class NoSlots:
@@ -240,10 +240,14 @@ def test_keep_all_costs_at_most_two_percent_of_a_steps_cpu_time():
 
     with_us, without = [], []
     run_pass(big, big_step)
-    for _ in range(20):
+    for turn in range(20):
+        with running(big, blocks, [KEEP] * 12, parameters=NoSlots()) as runtime:
+            if turn % 2:
+                with_us.append(seconds(runtime))
         without.append(seconds(None))
         with running(big, blocks, [KEEP] * 12, parameters=NoSlots()) as runtime:
-            with_us.append(seconds(runtime))
+            if not turn % 2:
+                with_us.append(seconds(runtime))
     ratio = statistics.median(with_us) / statistics.median(without)
     print(f"keep-all: {ratio:.4f} of the CPU time per step without us")
     assert ratio <= 1.02, (ratio, sorted(with_us), sorted(without))

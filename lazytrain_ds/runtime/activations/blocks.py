@@ -23,10 +23,19 @@ from lazytrain_ds.runtime.activations.replay import (
     replayed_model_parallel_states,
 )
 from lazytrain_ds.runtime.activations.segments import DroppedHandle, OutputRecord, Segment, links_between
-from lazytrain_ds.runtime.activations.storages import BOUNDARY, SAVED, Handle, storage_key, version_of
+from lazytrain_ds.runtime.activations.storages import (
+    BOUNDARY,
+    SAVED,
+    Handle,
+    KeptAccount,
+    KeptHandle,
+    storage_key,
+    version_of,
+)
 from lazytrain_ds.runtime.activations.structure import (
     copy_structure,
     is_stateful,
+    tensors_among,
     tensors_in,
     tree_flatten,
     tree_unflatten,
@@ -53,6 +62,8 @@ class BlockCall:
         self.needed_at = block
         self.fetched = False
         self.offloaded: list[weakref.ref[Any]] = []
+        self._saved = KeptAccount(block, SAVED)
+        self._inputs = KeptAccount(block, BOUNDARY)
         self.segment: Callable[[], Segment | None] = lambda: None
         self.links: dict[int, int] = {}
         self._boundary_positions: tuple[int, ...] = ()
@@ -78,18 +89,19 @@ class BlockCall:
     def run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward as the model sees it."""
         frame = self.frame
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._classify(tensors)
+        self._classify(tensors_among(args, kwargs))
         if frame.mover.moving:
             frame.mover.advance()
         frame.calls.append(weakref.ref(self))
         if self.action.kind == "keep":
             frame.previous = frame.previous_segment = None
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack_hook(), unpack):
                 output = self.wrapper.original(*args, **kwargs)
         else:
-            output, place = self._run_checkpointed(args, kwargs, leaves, spec, tensors)
+            output, place = self._run_checkpointed(args, kwargs)
+        for account in (self._saved, self._inputs):
+            frame.settle(account)
+        self._saved = self._inputs = None  # from here on they belong to the handles
         outputs = tensors_in(output)
         frame.outputs = [OutputRecord.of(tensor) for tensor in outputs]
         if self.action.boundary == "dropped":
@@ -116,27 +128,37 @@ class BlockCall:
         own = self.wrapper.own_storages(with_parameters=self.frame.parameters is None)
         self._given_keys = (frozenset(keys) | own) - self._boundary_keys
 
+    def _pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Handle]:
+        if self.action.saved_tier == "device" == self._boundary_tier:
+            return self.frame.keeper(self._saved, self._inputs, self._boundary_keys, self._given_keys)
+        return self._pack
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
         """Pack hook for everything that a kept block saves."""
         if isinstance(tensor, Parameter):
             return tensor
+        if tensor.layout is not torch.strided:
+            return KeptHandle(tensor)
         view = self.frame.parameter_view(tensor)
         if view is not None:
             return view
         key = storage_key(tensor)
         if key in self._boundary_keys:
-            return self.frame.offload(tensor, self.block, BOUNDARY, self._boundary_tier, self)
+            return self.frame.offload(tensor, self._inputs, self._boundary_tier, self)
         if key in self._given_keys:
-            return self.frame.keep_uncounted(tensor)
-        return self.frame.offload(tensor, self.block, SAVED, self.action.saved_tier, self)
+            return KeptHandle(tensor)
+        return self.frame.offload(tensor, self._saved, self.action.saved_tier, self)
 
     @property
     def _boundary_tier(self) -> Any:
         return "device" if self.action.boundary == "dropped" else self.action.boundary
 
-    def _run_checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any,
-                          tensors: list[torch.Tensor]) -> tuple[Any, tuple[Segment, int] | None]:  # fmt: skip
+    def _run_checkpointed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Segment, int] | None]:
         """The block's output, and its place in a segment if its boundary is dropped."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         wrapper, frame = self.wrapper, self.frame
         runtime = wrapper.runtime
         self._join_segment()
@@ -233,7 +255,7 @@ class BlockCall:
         view = self.frame.parameter_view(tensor)
         if view is not None:
             return view
-        if storage_key(tensor) not in self._boundary_keys:
+        if tensor.layout is not torch.strided or storage_key(tensor) not in self._boundary_keys:
             return self._pack_given(tensor)
         if self._place is not None:
             for position in self._unclaimed:
@@ -243,10 +265,10 @@ class BlockCall:
         return self._pack_boundary(tensor)
 
     def _pack_given(self, tensor: torch.Tensor) -> Handle:
-        return self._noted(tensor, self.frame.keep_uncounted(tensor))
+        return self._noted(tensor, KeptHandle(tensor))
 
     def _pack_boundary(self, tensor: torch.Tensor) -> Handle:
-        handle = self.frame.offload(tensor, self.block, BOUNDARY, self._boundary_tier, self)
+        handle = self.frame.offload(tensor, self._inputs, self._boundary_tier, self)
         return self._noted(tensor, handle)
 
     def _noted(self, tensor: torch.Tensor, handle: Handle) -> Handle:
@@ -258,7 +280,7 @@ class BlockCall:
         return self.frame.outputs[self.links[position]].matches(tensor)
 
     def _keep_output(self, tensor: torch.Tensor) -> Handle:
-        return self.frame.offload(tensor, self.block, SAVED, self.action.saved_tier, self)
+        return self.frame.offload(tensor, self._saved, self.action.saved_tier, self)
 
     def boundary(self) -> dict[int, torch.Tensor]:
         """The inputs that were kept for re-running from here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,11 +13,10 @@ from lazytrain_ds.planning.schema import TierName
 from lazytrain_ds.runtime.activations.storages import (
     BOUNDARY,
     Handle,
+    KeptAccount,
     KeptHandle,
-    KeptStorage,
     OffloadedHandle,
     OffloadedStorage,
-    storage_key,
     version_of,
 )
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lazytrain_ds.runtime.activations.mover import Mover
     from lazytrain_ds.runtime.activations.segments import OutputRecord, Segment
 
-__all__ = ["Frame", "ParameterAccess", "ParameterHandle", "ParameterView", "unpack"]
+__all__ = ["OUTSIDE", "Frame", "ParameterAccess", "ParameterHandle", "ParameterView", "unpack"]
 
 OUTSIDE = -1
 """Block number of what is saved outside wrapped blocks."""
@@ -61,13 +61,13 @@ class ParameterHandle(Handle):
     def __init__(self, view: ParameterView) -> None:
         self._view = view
 
-    def _restore(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         return self._view.rebuild()
 
 
 def unpack(packed: torch.Tensor | Handle) -> torch.Tensor:
     """The other half of every pack hook here."""
-    return packed if isinstance(packed, torch.Tensor) else packed.restore()
+    return packed if type(packed) is Parameter else packed.restore() if isinstance(packed, Handle) else packed
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -87,7 +87,8 @@ class Frame:
                  minimum_offload_bytes: int) -> None:  # fmt: skip
         self.mover, self.parameters, self.device = mover, parameters, device
         self._minimum_offload_bytes = minimum_offload_bytes
-        self._storages: dict[tuple[int, int, str], weakref.ref[KeptStorage | OffloadedStorage]] = {}
+        self._offloaded: dict[tuple[int, int, str], weakref.ref[OffloadedStorage]] = {}
+        self._accounts: list[weakref.ref[KeptAccount]] = []
         self.calls: list[weakref.ref[BlockCall]] = []
         self.previous: BlockCall | None = None
         self.previous_segment: Segment | None = None
@@ -95,64 +96,71 @@ class Frame:
         self.seen: dict[int, int] = {}
 
     # -- packing -----------------------------------------------------------------------------------------------
-    def pack_outside(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
-        """Pack hook for everything outside wrapped blocks."""
-        if isinstance(tensor, Parameter):
-            return tensor
-        return self.parameter_view(tensor) or self.keep(tensor, OUTSIDE, "saved")
+    def keeper(self, account: KeptAccount, boundary: KeptAccount | None = None,
+               boundary_keys: frozenset[int] = frozenset(), given_keys: frozenset[int] = frozenset(),
+               ) -> Callable[[torch.Tensor], torch.Tensor | Handle]:  # fmt: skip
+        """A pack hook that keeps everything where it is; short, because it runs for every saved tensor.
+
+        `boundary_keys`, `given_keys`: storages that are the block's input, and that it was given and does not own.
+        """
+        view_of = self.parameters.view_of if self.parameters is not None else None
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Handle:
+            if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
+                return tensor
+            if tensor.layout is not torch.strided:
+                return KeptHandle(tensor)
+            if view_of is not None and (view := view_of(tensor)) is not None:
+                return ParameterHandle(view)
+            storage = tensor.untyped_storage()
+            if boundary is not None:
+                key = storage._cdata
+                if key in boundary_keys:
+                    return boundary.keep_storage(tensor, storage)
+                if key in given_keys:
+                    return KeptHandle(tensor)
+            return account.keep_storage(tensor, storage)
+
+        return pack
 
     def parameter_view(self, tensor: torch.Tensor) -> ParameterHandle | None:
         """A handle for a view of a parameter that may go away; None for anything else."""
-        if self.parameters is None:
+        if self.parameters is None or tensor.layout is not torch.strided:
             return None
         view = self.parameters.view_of(tensor)
         return None if view is None else ParameterHandle(view)
 
-    def keep(self, tensor: torch.Tensor, block: int, role: str) -> KeptHandle:
-        """The tensor stays where it is; counted once per storage."""
-        if not _is_plain(tensor) or tensor.device.type != self.device.type:
-            return KeptHandle(tensor, None)
-        key = (storage_key(tensor), 0, "device")
-        reference = self._storages.get(key)
-        storage = reference() if reference is not None else None
-        if storage is None:
-            storage = KeptStorage(self.mover, tensor.untyped_storage().nbytes(), block, role)
-            self._storages[key] = weakref.ref(storage)
-        return KeptHandle(tensor, storage)
+    def settle(self, account: KeptAccount) -> None:
+        """A block has ended: its account counts from now on."""
+        account.settle(self.mover)
+        if account.byte_count:
+            self._accounts.append(weakref.ref(account))
 
-    def keep_uncounted(self, tensor: torch.Tensor) -> KeptHandle:
-        """Something the block was given and does not own: a mask, rotary tables, a buffer."""
-        return KeptHandle(tensor, None)
-
-    def offload(self, tensor: torch.Tensor, block: int, role: str, tier: TierName,
-                call: BlockCall | None = None) -> Handle:  # fmt: skip
+    def offload(self, tensor: torch.Tensor, account: KeptAccount, tier: TierName, call: BlockCall) -> Handle:
         """The tensor's storage goes to `tier`, once however many views are saved of it."""
+        if tier == "device":
+            return account.keep(tensor)
+        if not _is_plain(tensor) or tensor.device.type != self.device.type:
+            return KeptHandle(tensor)
         storage = tensor.untyped_storage()
-        byte_count = storage.nbytes()
-        if (
-            tier == "device" or not _is_plain(tensor) or tensor.device.type != self.device.type
-            or byte_count < (1 if role == BOUNDARY else max(1, self._minimum_offload_bytes))
-        ):  # fmt: skip
-            return self.keep(tensor, block, role)
-        reference = self._storages.get((storage._cdata, 0, "device"))
-        if reference is not None and reference() is not None:  # someone keeps it anyway
-            return self.keep(tensor, block, role)
+        if storage.nbytes() < (1 if account.role == BOUNDARY else max(1, self._minimum_offload_bytes)):
+            return account.keep(tensor)
         key = (storage._cdata, version_of(tensor), tier)
-        reference = self._storages.get(key)
+        reference = self._offloaded.get(key)
         moved = reference() if reference is not None else None
         if moved is None:
-            moved = OffloadedStorage(self.mover, tensor, block, role, tier)
-            self._storages[key] = weakref.ref(moved)
-            if call is not None:
-                call.offloaded.append(weakref.ref(moved))
-        elif call is not None and moved.block != block:
+            moved = OffloadedStorage(self.mover, tensor, account.block, account.role, tier)
+            self._offloaded[key] = weakref.ref(moved)
+            call.offloaded.append(weakref.ref(moved))
+        elif moved.block != account.block:
             call.offloaded.append(weakref.ref(moved))
         return OffloadedHandle(tensor, moved)
 
     # -- what is there -----------------------------------------------------------------------------------------
-    def living(self) -> list[KeptStorage | OffloadedStorage]:
-        """Storages that the graph still holds."""
-        return [storage for reference in list(self._storages.values()) if (storage := reference()) is not None]
+    def living(self) -> list[KeptAccount | OffloadedStorage]:
+        """What the graph still holds."""
+        references = (*self._accounts, *self._offloaded.values())
+        return [storage for reference in references if (storage := reference()) is not None]
 
     def held_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
         """Device bytes by block: (saved inside, boundaries)."""

@@ -112,6 +112,10 @@ class Buffers:
         ]  # fmt: skip
         self._learnt = not self._places
 
+    def present(self) -> list[torch.Tensor]:
+        """The buffers as they are now."""
+        return [buffer for owner, name in self._places if (buffer := owner._buffers.get(name)) is not None]
+
     def before(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Copies of what the coming call may change."""
         places = self._changing if self._learnt else self._places

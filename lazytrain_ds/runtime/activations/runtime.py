@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from torch import nn
 
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.activations.counters import ActivationCounters
-from lazytrain_ds.runtime.activations.frame import Frame, ParameterAccess, unpack
+from lazytrain_ds.runtime.activations.frame import OUTSIDE, Frame, ParameterAccess, unpack
 from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnTask, Store
+from lazytrain_ds.runtime.activations.storages import SAVED, KeptAccount
 from lazytrain_ds.runtime.activations.takeover import Takeover, installation, owned
 from lazytrain_ds.runtime.activations.wrapping import BlockForward, is_compiled
 from lazytrain_ds.runtime.device.base import Device
@@ -130,6 +132,10 @@ class ActivationRuntime:
         for index, action in enumerate(resolved):
             self._check(index, action, resolved[index - 1] if index else None)
         self._actions = resolved
+        if any(action.kind != "keep" for action in resolved):
+            # The first checkpoint imports it, and that import keeps stack frames: what the caller's local variables
+            # hold, a whole micro-step's activations among it, would stay for ever.
+            importlib.import_module("torch._dynamo")
         self.watches_backward = any(
             tier in ("host", "nvme") for action in resolved for tier in (action.boundary, action.saved_tier)
         )
@@ -186,8 +192,10 @@ class ActivationRuntime:
             with owned(self.takeover):
                 yield
             return
-        with owned(self.takeover), torch.autograd.graph.saved_tensors_hooks(frame.pack_outside, unpack):
+        account = KeptAccount(OUTSIDE, SAVED)
+        with owned(self.takeover), torch.autograd.graph.saved_tensors_hooks(frame.keeper(account), unpack):
             yield
+        frame.settle(account)
         frame.left()
         self.counters.held_saved_bytes, self.counters.held_boundary_bytes = frame.held_bytes()
 

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazytrain_ds.errors import LazyTrainError
-from lazytrain_ds.runtime.activations.storages import REMADE, Handle, KeptHandle, KeptStorage, version_of
+from lazytrain_ds.runtime.activations.storages import REMADE, Handle, KeptAccount, KeptHandle, version_of
 
 if TYPE_CHECKING:
     from lazytrain_ds.runtime.activations.blocks import BlockCall
@@ -116,7 +116,7 @@ class Segment:
             call.frame.mover.report("recompute", call.block, "compute", started, 0)
             inputs = {}
             kept: dict[int, KeptHandle] = {}
-            storages: dict[int, KeptStorage] = {}
+            account = KeptAccount(following.block, REMADE)
             for position, index in following.links.items():
                 if index >= len(outputs):
                     raise LazyTrainError(
@@ -124,13 +124,9 @@ class Segment:
                         "forward is not deterministic; keep its activations."
                     )
                 tensor = outputs[index].detach()
-                key = tensor.untyped_storage()._cdata
-                if key not in storages:
-                    storages[key] = KeptStorage(
-                        call.frame.mover, tensor.untyped_storage().nbytes(), following.block, REMADE
-                    )
                 inputs[position] = tensor
-                kept[position] = KeptHandle(tensor, storages[key])
+                kept[position] = account.keep(tensor)
+            account.settle(call.frame.mover)
             self._remade[p + 1] = kept
 
     def forget(self) -> None:
@@ -147,5 +143,5 @@ class DroppedHandle(Handle):
     def __init__(self, segment: Segment, place: int, position: int) -> None:
         self._segment, self._place, self._position = segment, place, position
 
-    def _restore(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
         return self._segment.take(self._place, self._position)

@@ -11,6 +11,7 @@ check needs its version counter but not its memory: `_witness` keeps the one wit
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,19 @@ if TYPE_CHECKING:
     from lazytrain_ds.runtime.activations.mover import Mover
     from lazytrain_ds.runtime.device.base import Event
 
-__all__ = ["BOUNDARY", "PASSED", "REMADE", "SAVED", "Handle", "KeptHandle", "KeptStorage", "OffloadedHandle",
-           "OffloadedStorage", "storage_key", "version_of"]  # fmt: skip
+__all__ = [
+    "BOUNDARY",
+    "PASSED",
+    "REMADE",
+    "SAVED",
+    "Handle",
+    "KeptAccount",
+    "KeptHandle",
+    "OffloadedHandle",
+    "OffloadedStorage",
+    "storage_key",
+    "version_of",
+]  # fmt: skip
 
 SAVED, BOUNDARY, REMADE, PASSED = "saved", "boundary", "remade", "passed"
 """Roles: inside a block, a block's input, a dropped input made again, and what a block is given but does not own."""
@@ -37,7 +49,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """The in-place version of a tensor (0 for inference tensors, which have none)."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def _changed_in_place(shape: torch.Size, dtype: torch.dtype, now: int, then: int) -> RuntimeError:
@@ -58,31 +73,78 @@ def _witness(tensor: torch.Tensor) -> torch.Tensor:
 class Handle:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "_replacement")
+    __slots__ = ("__weakref__",)
 
     def restore(self) -> torch.Tensor:
         """The tensor, bit for bit, with its size, strides and offset."""
-        replacement = getattr(self, "_replacement", None)
-        return self._restore() if replacement is None else replacement.clone()
-
-    def _restore(self) -> torch.Tensor:
         raise NotImplementedError
 
     def replace(self, tensor: torch.Tensor) -> None:
         """From now on restore copies of `tensor`: what was packed has been overwritten since."""
-        self._replacement = tensor
+        raise NotImplementedError
 
 
-class KeptStorage:
-    """Accounts for a storage that stays on the device (its memory belongs to the tensors)."""
+class KeptHandle(Handle):
+    """A tensor that stays. Detached if it is part of a graph: a node's own output would otherwise keep itself alive."""
 
-    __slots__ = ("__weakref__", "_mover", "block", "byte_count", "role")
+    __slots__ = ("_account", "_tensor", "_version")
 
-    def __init__(self, mover: Mover, byte_count: int, block: int, role: str) -> None:
+    def __init__(self, tensor: torch.Tensor, account: KeptAccount | None = None) -> None:
+        self._account = account
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        try:  # not `version_of`: this runs for every saved tensor
+            self._version: int | None = tensor._version
+        except RuntimeError:
+            self._version = 0
+
+    def restore(self) -> torch.Tensor:
+        tensor = self._tensor
+        try:
+            if tensor._version == self._version:
+                return tensor
+        except RuntimeError:
+            pass
+        if self._version is None:
+            return tensor.clone()
+        if version_of(tensor) != self._version:
+            raise _changed_in_place(tensor.shape, tensor.dtype, version_of(tensor), self._version)
+        return tensor
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, None
+
+
+class KeptAccount:
+    """Counts what one block keeps on the device: unique storages, from the block's end until its last handle goes.
+
+    The memory itself belongs to the tensors. One entry in the ledger per block and role, not per tensor: this runs for
+    every tensor that autograd saves.
+    """
+
+    __slots__ = ("__weakref__", "_mover", "_seen", "block", "byte_count", "role")
+
+    def __init__(self, block: int, role: str) -> None:
         self._mover: Mover | None = None
-        self.byte_count, self.block, self.role = byte_count, block, role
-        mover.charge(byte_count, f"activations ({role})")
-        self._mover = mover
+        self._seen: list[tuple[weakref.ref[KeptHandle], int, int]] = []
+        self.block, self.role, self.byte_count = block, role, 0
+
+    def keep(self, tensor: torch.Tensor) -> KeptHandle:
+        """A handle for `tensor`, whose storage is to be counted."""
+        return self.keep_storage(tensor, tensor.untyped_storage())
+
+    def keep_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> KeptHandle:
+        """The same where the storage is at hand."""
+        handle = KeptHandle(tensor, self)
+        self._seen.append((weakref.ref(handle), storage._cdata, storage.nbytes()))
+        return handle
+
+    def settle(self, mover: Mover) -> None:
+        """The block has ended: count what is still held. DeviceMemoryError where that exceeds the cap."""
+        seen, self._seen = self._seen, []
+        byte_count = sum({key: size for handle, key, size in seen if handle() is not None}.values())
+        if byte_count:
+            mover.charge(byte_count, f"activations ({self.role})")
+            self.byte_count, self._mover = byte_count, mover
 
     @property
     def device_bytes(self) -> int:
@@ -96,23 +158,6 @@ class KeptStorage:
             mover.device.ledger.discharge(self.byte_count, f"activations ({self.role})")
 
     __del__ = close
-
-
-class KeptHandle(Handle):
-    """A tensor that stays. Detached: an output saved by its own node would otherwise keep itself alive."""
-
-    __slots__ = ("_storage", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor, storage: KeptStorage | None) -> None:
-        self._version = version_of(tensor)
-        self._tensor = tensor.detach()
-        self._storage = storage
-
-    def _restore(self) -> torch.Tensor:
-        now = version_of(self._tensor)
-        if now != self._version:
-            raise _changed_in_place(self._tensor.shape, self._tensor.dtype, now, self._version)
-        return self._tensor
 
 
 # Where an offloaded storage is. LEAVING: the copy to the host is under way. WRITING: host to NVMe. AWAY: at home.
@@ -313,7 +358,18 @@ class OffloadedStorage:
 class OffloadedHandle(Handle):
     """A view of an offloaded storage."""
 
-    __slots__ = ("_conjugate", "_dtype", "_negative", "_offset", "_size", "_storage", "_stride", "_version", "_witness")
+    __slots__ = (
+        "_conjugate",
+        "_dtype",
+        "_negative",
+        "_offset",
+        "_replacement",
+        "_size",
+        "_storage",
+        "_stride",
+        "_version",
+        "_witness",
+    )
 
     def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage) -> None:
         self._storage = storage
@@ -322,9 +378,15 @@ class OffloadedHandle(Handle):
         self._conjugate, self._negative = tensor.is_conj(), tensor.is_neg()
         self._version = version_of(tensor)
         self._witness = None if tensor.is_inference() else _witness(tensor)
+        self._replacement: torch.Tensor | None = None
         storage.view_added()
 
-    def _restore(self) -> torch.Tensor:
+    def replace(self, tensor: torch.Tensor) -> None:
+        self._replacement = tensor
+
+    def restore(self) -> torch.Tensor:
+        if self._replacement is not None:
+            return self._replacement.clone()
         if self._witness is not None and self._witness._version != self._version:
             raise _changed_in_place(self._size, self._dtype, self._witness._version, self._version)
         back = self._storage.obtain()

@@ -66,7 +66,7 @@ class BlockForward:
 
     def own_storages(self, with_parameters: bool) -> frozenset[int]:
         """Storages of the block's buffers (and parameters): saved or not, they are never activations."""
-        keys = {storage_key(buffer) for buffer in self.module.buffers()}
+        keys = {storage_key(buffer) for buffer in self.buffers.present()}
         if with_parameters:
             keys.update(storage_key(parameter) for parameter in self.module.parameters())
         return frozenset(keys)
