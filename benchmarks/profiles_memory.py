@@ -26,7 +26,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llama-fp32-recompute": {"model": LLAMA, "batch": 4, "length": 256, "block": {"activations": "checkpoint_all"}},
     "llama-fp32-segments": {"model": LLAMA, "batch": 4, "length": 256, "block": {"activations": "megatrain"}},
     "llama-bf16": {"model": LLAMA | {"num_hidden_layers": 9, "hidden_size": 960, "intermediate_size": 2560},
-                   "batch": 1, "length": 64, "dtype": "bf16"},
+                   "batch": 1, "length": 8, "dtype": "bf16"},
     "qwen2-tied-fp32": {"model": LLAMA | {"kind": "qwen2", "vocab_size": 20000, "tie_word_embeddings": True},
                         "batch": 2, "length": 128, "rounds": 2},
     "gpt2-fp32-host": {"model": {"kind": "gpt2", "vocab_size": 5000, "n_embd": 768, "n_layer": 7, "n_head": 12,

@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lazytrain_ds import cli
 from lazytrain_ds.commands import doctor, question
+from lazytrain_ds.commands.plan import largest_batch
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError
+from lazytrain_ds.errors import ConfigError, InfeasibleError
+from lazytrain_ds.hardware.presets import preset
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import Plan
+from lazytrain_ds.planning.solve import solve
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 688,
@@ -88,6 +92,27 @@ def test_micro_batch_auto_keeps_the_global_batch(files, tmp_path, capsys):
     written = json.loads(target.read_text())
     assert written["instance"]["micro_batches"] == [1, 2, 4, 8]
     assert written["plan"]["micro_batch"] * written["plan"]["rounds"] == 8
+    assert "largest micro-batch that fits: 8" in capsys.readouterr().out
+
+
+def test_largest_batch_is_what_trying_each_gives(files, tmp_path):
+    spec = preset("h100-sxm", host_memory_bytes=10**9)
+    config = question.read_config_file(files[0])
+    sizes, answers = (1, 2, 4, 8), set()
+    for device_bytes in (640_000_000, 660_000_000, 700_000_000):
+        asked = question.ask(
+            config, files[1], spec.with_memory(device=device_bytes), sequence_length=128, micro_batch="auto"
+        )
+        fits = []
+        for size in sizes:
+            try:
+                solve(replace(asked.instance, micro_batches=(size,)), time_limit_seconds=0.3)
+                fits.append(size)
+            except InfeasibleError:
+                pass
+        assert largest_batch(asked) == max(fits, default=None)
+        answers.add(max(fits, default=None))
+    assert len(answers) > 1
 
 
 def test_global_batch_of_the_command_line_wins(files, tmp_path):

@@ -62,7 +62,10 @@ def run(arguments: Namespace) -> int:
     for table in plan_tables(question.instance, plan):
         console.print(table)
     helps = what_helps(question, plan)
-    for line in (*speed_lines(question.instance, plan), *helps, *(f"note: {note}" for note in question.notes)):
+    lines = speed_lines(question.instance, plan)
+    if len(question.instance.micro_batches) > 1:
+        lines.append(f"largest micro-batch that fits: {largest_batch(question)} (the plan's is the fastest)")
+    for line in (*lines, *helps, *(f"note: {note}" for note in question.notes)):
         say(line)
     speed = asdict(speed_of(question.instance, plan))
     _write(arguments.json, {"fits": True, "speed": speed, "helps": list(helps)}, question.instance, plan)
@@ -199,6 +202,25 @@ def _scaled_to(instance: Instance, known: int, size: int) -> Instance:
         )  # fmt: skip
         classes.append(replace(item, costs=(scaled,)))
     return replace(instance, classes=tuple(classes), micro_batches=(size,))
+
+
+def largest_batch(question: Question) -> int | None:
+    """The largest profiled micro-batch that any plan fits (need grows with the batch, so this is a binary search)."""
+    from lazytrain_ds.planning.solve import solve
+
+    sizes = sorted(question.instance.micro_batches)
+    best: int | None = None
+    low, high = 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        one = replace(question.instance, micro_batches=(sizes[middle],))
+        try:
+            solve(one, kind=question.kind, solver=question.solver, time_limit_seconds=WHAT_IF_SECONDS)
+        except InfeasibleError:
+            high = middle - 1
+            continue
+        best, low = sizes[middle], middle + 1
+    return best
 
 
 def what_helps(question: Question, plan: Plan) -> tuple[str, ...]:

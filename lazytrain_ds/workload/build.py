@@ -220,12 +220,23 @@ class _Builder:
         return self.dtype if self.dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
 
     def _buffer_bytes(self, owned: Sequence[tuple[str, nn.Parameter]]) -> int:
-        """Bytes of the block's flat buffers: one per dtype, padded to the alignment."""
+        """Bytes of the block's flat buffers, one per dtype: the trainable parameters, then each frozen one, aligned.
+
+        One optimizer parameter group is assumed; each further one adds less than `ALIGNMENT_BYTES` per block.
+        """
         ends: dict[torch.dtype, int] = {}
-        for _, parameter in owned:
-            dtype = self._compute_dtype(parameter)
-            ends[dtype] = ends.get(dtype, 0) + parameter_numel(parameter) * dtype.itemsize
-        return sum(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for end in ends.values())
+        trainable_started: set[torch.dtype] = set()
+        for trainable in (True, False):
+            for _, parameter in owned:
+                if parameter.requires_grad is not trainable:
+                    continue
+                dtype = self._compute_dtype(parameter)
+                end = ends.get(dtype, 0)
+                if not trainable or dtype not in trainable_started:
+                    end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                    trainable_started.add(dtype)
+                ends[dtype] = end + parameter_numel(parameter) * dtype.itemsize
+        return sum(ends.values())
 
     def _dtype_name(self, owned: Sequence[tuple[str, nn.Parameter]]) -> str:
         counts: dict[str, int] = {}

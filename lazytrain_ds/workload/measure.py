@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lazytrain_ds.planning.instance import BlockCosts, Instance
+from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.timeline import Timeline
 from lazytrain_ds.workload.blocks import BlockTable
 
@@ -142,18 +143,30 @@ def _floating(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def from_timeline(instance: Instance, timeline: Timeline) -> dict[str, Seconds]:
-    """Medians by class from what a run's monitor recorded (its backward tasks do not contain recomputation)."""
-    seen: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in instance.order}
+def from_timeline(instance: Instance, timeline: Timeline, plan: Plan) -> dict[str, Seconds]:
+    """Medians by class from what a run under `plan` recorded.
+
+    A backward task contains what its block's choice re-runs; that is taken off, as the estimated share of the measured
+    forward. What re-makes a dropped boundary is a task of its own (`recompute`) and does not enter.
+    """
+    forward: dict[str, list[float]] = {name: [] for name in instance.order}
+    backward: dict[str, list[tuple[float, float]]] = {name: [] for name in instance.order}
     for task in timeline.tasks:
-        if task.channel == "compute" and task.kind in ("forward", "backward") and task.block >= 0:
-            seen[instance.order[task.block]][task.kind == "backward"].append(task.seconds)
-    return {
-        name: Seconds(
-            statistics.median(forward) if forward else None, statistics.median(backward) if backward else None
-        )
-        for name, (forward, backward) in seen.items()
-    }
+        if task.channel != "compute" or task.block < 0:
+            continue
+        name = instance.order[task.block]
+        if task.kind == "forward":
+            forward[name].append(task.seconds)
+        elif task.kind == "backward":
+            costs = instance.costs(task.block, plan.micro_batch)
+            again = costs.choice(plan.blocks[task.block].choice).recompute_seconds
+            backward[name].append((task.seconds, again / costs.forward_seconds if costs.forward_seconds else 0.0))
+    result = {}
+    for name in dict.fromkeys(instance.order):
+        seconds = statistics.median(forward[name]) if forward[name] else None
+        own = [whole - share * (seconds or 0.0) for whole, share in backward[name] if share == 0 or seconds is not None]
+        result[name] = Seconds(seconds, max(0.0, statistics.median(own)) if own else None)
+    return result
 
 
 def with_measured(instance: Instance, measured: Measured, micro_batch: int) -> Instance:

@@ -52,6 +52,8 @@ def trace_with_inputs(
     be; it decides which attention kernel is chosen. `zero3`: use ZeRO-3's linear. `training`: put the shadow in
     this mode (None: leave). Raises TraceError when fake tensors cannot run the model.
     """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cpu"  # a build without CUDA aborts the process on a fake CUDA tensor
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = make_shadow(model, FakeTensors(mode, device), dtype=dtype)
     if training is not None:

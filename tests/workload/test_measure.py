@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from lazytrain_ds.planning.solve import solve
 from lazytrain_ds.planning.timeline import Task, Timeline
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.measure import BlockTimer, MeasuredCache, Seconds, from_timeline, with_measured, workload_key
@@ -108,18 +109,26 @@ def test_measured_seconds_replace_estimates_and_scale_the_rest():
 
 
 def test_a_timeline_gives_medians_by_class():
-    instance = build(TinyLM(), sizes=(1,))
-    tasks = [
-        Task("forward", block, "compute", block, block + seconds) for block, seconds in ((1, 0.2), (2, 0.4), (3, 0.9))
-    ]
-    tasks += [
-        Task("backward", 2, "compute", 5, 6),
-        Task("recompute", 2, "compute", 6, 9),
-        Task("forward", 1, "h2d", 0, 9),
-    ]
-    measured = from_timeline(instance, Timeline(tuple(tasks), (), (), 10.0))
+    instance = build(TinyLM(), sizes=(1,), global_batch=1)
+    plan = solve(instance, kind="keep_all")
+    forward = ((1, 0.2), (2, 0.4), (3, 0.9))
+    tasks = [Task("forward", block, "compute", block, block + seconds) for block, seconds in forward]
+    tasks += [Task("backward", 2, "compute", 5, 6), Task("recompute", 2, "compute", 6, 9)]
+    tasks += [Task("gradient", 1, "d2h", 0, 9)]
+    measured = from_timeline(instance, Timeline(tuple(tasks), (), (), 10.0), plan)
     assert measured[instance.order[1]] == Seconds(pytest.approx(0.4), pytest.approx(1.0))
     assert measured[instance.order[0]] == Seconds(None, None)
+
+
+def test_recomputation_is_taken_off_a_backward():
+    instance = build(TinyLM(), sizes=(1,), global_batch=1)
+    plan = solve(instance, kind="checkpoint_all")
+    costs = instance.costs(2, 1)
+    share = costs.choice(plan.blocks[2].choice).recompute_seconds / costs.forward_seconds
+    assert 0 < share <= 1
+    tasks = (Task("forward", 2, "compute", 0, 3), Task("backward", 2, "compute", 3, 12))
+    measured = from_timeline(instance, Timeline(tasks, (), (), 12.0), plan)
+    assert measured[instance.order[2]].backward == pytest.approx(9 - 3 * share)
 
 
 def test_cache_round_trip_and_key(tmp_path):

@@ -141,6 +141,15 @@ def test_hooks_and_wrapped_forwards_of_the_real_model_are_not_run():
     assert trace_with_inputs(model, find_blocks(model), (), call(2, 8)) == expected
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for builds without CUDA")
+def test_planning_for_a_gpu_needs_no_gpu():
+    model = TinyLM().train()
+    table = find_blocks(model)
+    assert trace_with_inputs(model, table, (), call(2, 8), device="cuda") == trace_with_inputs(
+        model, table, (), call(2, 8)
+    )
+
+
 def test_partitioned_parameters_are_traced_at_their_full_shape():
     model = TinyLM().train()
     table = find_blocks(model)
