@@ -141,6 +141,7 @@ def assert_same(reference: list[torch.Tensor], result: list[torch.Tensor], what:
         assert torch.equal(one, two), f"{what}: {what_differs} differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_choice_and_mix_is_bit_identical_to_keep_all(name, accumulation):

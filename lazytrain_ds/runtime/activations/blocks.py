@@ -104,16 +104,15 @@ class BlockCall:
         self._saved = self._inputs = None  # from here on they belong to the handles
         outputs = tensors_in(output)
         frame.outputs = [OutputRecord.of(tensor) for tensor in outputs]
-        if self.action.boundary == "dropped":
-            begins = functools.partial(_begins, frame, self.block, place)
-            for tensor in outputs:
-                if tensor.requires_grad:
-                    tensor.register_hook(begins)
+        hooks = []
         if self.wrapper.runtime.watches_backward:
-            reached = functools.partial(_reached, frame, self.block)
+            hooks.append(functools.partial(_reached, frame, self.block))
+        if self.action.boundary == "dropped":  # after the other: what a re-run starts from is on its way by then
+            hooks.append(functools.partial(_begins, frame, self.block, place))
+        for hook in hooks:
             for tensor in outputs:
                 if tensor.requires_grad:
-                    tensor.register_hook(reached)
+                    tensor.register_hook(hook)
         return output
 
     def _classify(self, tensors: list[torch.Tensor]) -> None:
