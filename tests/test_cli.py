@@ -333,3 +333,10 @@ def test_a_check_that_fails_is_a_finding(monkeypatch):
 
     monkeypatch.setattr(doctor, "memory", broken)
     assert any("boom" in finding.text for finding in doctor.examine())
+
+
+def test_doctor_names_an_offload_that_does_nothing(monkeypatch):
+    (finding,) = doctor.activation_offload()
+    assert finding.status == "note" and "offloads nothing under ZeRO-3" in finding.text
+    monkeypatch.setattr(doctor, "_holds", lambda package, path, text: package == "deepspeed")
+    assert doctor.activation_offload() == []

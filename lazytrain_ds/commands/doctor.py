@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -75,6 +76,7 @@ def examine(nvme_path: str | None = None) -> list[Finding]:
         memory,
         pinning,
         device,
+        activation_offload,
     ]
     if nvme_path is not None:
         checks.append(lambda: swap_directory(nvme_path))
@@ -110,6 +112,32 @@ def versions() -> list[Finding]:
             continue
         found.append(Finding(package, "ok", version))
     return found
+
+
+def _holds(package: str, path: str, text: str) -> bool:
+    """Whether a file of an installed package contains `text`; nothing is imported."""
+    spec = importlib.util.find_spec(package)
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        file = Path(folder) / path
+        if file.is_file() and text in file.read_text(encoding="utf-8", errors="replace"):
+            return True
+    return False
+
+
+def activation_offload() -> list[Finding]:
+    """DeepSpeed's own offload of checkpointed activations, which these versions make do nothing, silently."""
+    marks_by_id = _holds(
+        "deepspeed", "runtime/activation_checkpointing/offload_activations.py", "self._allowed.get(id(tensor)"
+    )
+    inside_call = _holds("transformers", "modeling_layers.py", "def forward_with_checkpointing(")
+    if not (marks_by_id and inside_call):
+        return []
+    text = (
+        "get_checkpoint_hidden_states_offloading_ctx_manager offloads nothing under ZeRO-3 with the installed "
+        "transformers: it marks a layer's input by id before ZeRO-3 re-wraps it. LazyTrain's plans offload activations "
+        "without it"
+    )
+    return [Finding("DeepSpeed's activation offload", "note", text)]
 
 
 def compilers() -> list[Finding]:

@@ -334,6 +334,48 @@ def test_strides_offsets_aliases_and_dtypes_come_back_exactly(tier):
         assert runtime.counters.offloaded_storages == 2 * 2 * 2 * 8
 
 
+class Tagged(torch.Tensor):
+    """A tensor subclass."""
+
+
+class SavesSpecial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.eye(3).to_sparse(), torch.ones(4).as_subclass(Tagged), torch.tensor(2.0))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        sparse, tagged, two = ctx.saved_tensors
+        assert sparse.is_sparse and torch.equal(sparse.to_dense(), torch.eye(3))
+        assert tagged.sum() == 4
+        return gradient * two
+
+
+class SpecialSaver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, special: torch.Tensor) -> torch.Tensor:
+        return SavesSpecial.apply(self.linear(x)) + special.sum()
+
+
+class SpecialStack(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, special in zip(
+            self.blocks, (torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Tagged)), strict=True
+        ):
+            x = block(x, special)
+        return x.square().mean().as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_sparse_tensors_and_subclasses_stay_where_they_are(kind):
+    torch.manual_seed(0)
+    check_exact(SpecialStack(SpecialSaver(), SpecialSaver()), [[KEEP] * 2, *every_kind(2)][kind])
+
+
 # -- running twice -------------------------------------------------------------------------------------------------
 class Counting(nn.Module):
     """A buffer that every forward changes and uses, and batch statistics."""

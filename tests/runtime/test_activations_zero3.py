@@ -79,7 +79,7 @@ class Trial:
             store=FakeStore(), root=self.model, minimum_offload_bytes=1,
         )  # fmt: skip
         self.runtime.install()
-        self.parameter_bytes = self.setup.device.ledger.live_bytes
+        self.check_bytes = True
 
     @property
     def count(self) -> int:
@@ -124,6 +124,8 @@ class Trial:
         self.engine.optimizer._lt_gradients.settle()
         results.append(torch.cat(self.engine.optimizer._lt_group_gradients))
         self.engine.step()
+        if not self.check_bytes:
+            return results
         self.runtime.mover.settle()
         held = {k: v for k, v in self.setup.device.ledger.by_purpose().items() if k.startswith("activations")}
         assert not held
@@ -141,6 +143,7 @@ def assert_same(reference: list[torch.Tensor], result: list[torch.Tensor], what:
         assert torch.equal(one, two), f"{what}: {what_differs} differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_choice_and_mix_is_bit_identical_to_keep_all(name, accumulation):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepspeed.runtime.zero import linear as zero_linear
+from torch.utils.flop_counter import FlopCounterMode
 
 from lazytrain_ds.runtime.swap import NvmeStore
 from tests.runtime.activation_tools import KEEP, action, random_actions, segments
@@ -110,3 +111,51 @@ def test_out_of_place_bias_has_the_same_bits():
             assert result.dtype == expected.dtype and torch.equal(result, expected)
     finally:
         linear_installation.remove()
+
+
+def test_deepspeeds_own_offload_on_top_is_harmless_and_said_once(trial, caplog):
+    from deepspeed.runtime.activation_checkpointing.offload_activations import (
+        get_checkpoint_hidden_states_offloading_ctx_manager,
+    )
+
+    one = trial("llama", 1)
+    reference = one.run([KEEP] * one.count)
+    assert "hidden-states offload" not in caplog.text
+    for _ in range(2):
+        theirs = get_checkpoint_hidden_states_offloading_ctx_manager()
+        with theirs:
+            assert_same(reference, one.run([action("boundary", "host")] * one.count), "both")
+            assert theirs.stats.offloaded_tensors == 0
+    assert caplog.text.count("hidden-states offload context is on as well") == 1
+
+
+def test_counted_flops_under_zero3(trial):
+    """Early stop: what GPT's last dropout needs comes after every matmul, so a second run has all of them."""
+    one = trial("gpt", 1)
+    one.check_bytes = False  # the counter keeps tensors alive
+    blocks = [one.setup.block_modules[place] for place in one.places]
+    weights = sum(p.ds_numel for block in blocks for p in block.parameters() if len(p.ds_shape) == 2)
+    head = one.model.head.weight.ds_numel
+    tokens = 2 * 16
+
+    def per_parameter_and_token(actions) -> float:
+        with FlopCounterMode(display=False) as counter:
+            one.run(actions)
+        counts = counter.get_flop_counts()["Global"]
+        matmuls = sum(count for operator, count in counts.items() if "attention" not in str(operator))
+        return (matmuls - 6 * head * tokens) / (weights * tokens)
+
+    count = one.count
+    assert count == 5
+    expected = {
+        "keep": ([KEEP] * count, 6),
+        "selective": ([action("selective")] * count, 6),
+        "boundary": ([action("boundary")] * count, 8),
+        # a segment of m blocks costs 6 + 2 (2m - 1) / m per block
+        "segments of 2": (segments(count, 2), 6 + 2 * (3 + 3 + 1) / 5),
+        "segments of 3": (segments(count, 3), 6 + 2 * (5 + 3) / 5),
+        "segments of 4": (segments(count, 4), 6 + 2 * (7 + 1) / 5),
+        "one segment": (segments(count, 5), 6 + 2 * 9 / 5),
+    }
+    for name, (actions, flops) in expected.items():
+        assert per_parameter_and_token(actions) == pytest.approx(flops, abs=1e-9), name

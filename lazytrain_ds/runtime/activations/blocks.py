@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from lazytrain_ds.errors import UnsupportedError
-from lazytrain_ds.runtime.activations.frame import unpack
+from lazytrain_ds.runtime.activations.frame import ParameterHandle, unpack
 from lazytrain_ds.runtime.activations.replay import (
     AutocastState,
     Buffers,
@@ -104,16 +104,15 @@ class BlockCall:
         self._saved = self._inputs = None  # from here on they belong to the handles
         outputs = tensors_in(output)
         frame.outputs = [OutputRecord.of(tensor) for tensor in outputs]
-        if self.action.boundary == "dropped":
-            begins = functools.partial(_begins, frame, self.block, place)
-            for tensor in outputs:
-                if tensor.requires_grad:
-                    tensor.register_hook(begins)
+        hooks = []
         if self.wrapper.runtime.watches_backward:
-            reached = functools.partial(_reached, frame, self.block)
+            hooks.append(functools.partial(_reached, frame, self.block))
+        if self.action.boundary == "dropped":  # after the other: what a re-run starts from is on its way by then
+            hooks.append(functools.partial(_begins, frame, self.block, place))
+        for hook in hooks:
             for tensor in outputs:
                 if tensor.requires_grad:
-                    tensor.register_hook(reached)
+                    tensor.register_hook(hook)
         return output
 
     def _classify(self, tensors: list[torch.Tensor]) -> None:
@@ -135,13 +134,11 @@ class BlockCall:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
         """Pack hook for everything that a kept block saves."""
-        if isinstance(tensor, Parameter):
-            return tensor
-        if tensor.layout is not torch.strided:
-            return KeptHandle(tensor)
-        view = self.frame.parameter_view(tensor)
-        if view is not None:
-            return view
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return self.frame.keep_special(tensor)
+        parameters = self.frame.parameters
+        if parameters is not None and (view := parameters.view_of(tensor)) is not None:
+            return ParameterHandle(view)
         key = storage_key(tensor)
         if key in self._boundary_keys:
             return self.frame.offload(tensor, self._inputs, self._boundary_tier, self)
@@ -252,10 +249,12 @@ class BlockCall:
         """Pack hook for the checkpoint's inputs: the only things saved outside it."""
         if isinstance(tensor, Parameter):
             return tensor
-        view = self.frame.parameter_view(tensor)
-        if view is not None:
-            return view
-        if tensor.layout is not torch.strided or storage_key(tensor) not in self._boundary_keys:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return self._noted(tensor, self.frame.keep_special(tensor))
+        parameters = self.frame.parameters
+        if parameters is not None and (view := parameters.view_of(tensor)) is not None:
+            return ParameterHandle(view)
+        if storage_key(tensor) not in self._boundary_keys:
             return self._pack_given(tensor)
         if self._place is not None:
             for position in self._unclaimed:
@@ -272,12 +271,13 @@ class BlockCall:
         return self._noted(tensor, handle)
 
     def _noted(self, tensor: torch.Tensor, handle: Handle) -> Handle:
-        if not self.wrapper.proven:
+        if not self.wrapper.proven and tensor.layout is torch.strided:
             self._packed.setdefault(storage_key(tensor), []).append(handle)
         return handle
 
     def _is_input(self, tensor: torch.Tensor, position: int) -> bool:
-        return self.frame.outputs[self.links[position]].matches(tensor)
+        record = self.frame.outputs[self.links[position]]
+        return record is not None and record.matches(tensor)
 
     def _keep_output(self, tensor: torch.Tensor) -> Handle:
         return self.frame.offload(tensor, self._saved, self.action.saved_tier, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -92,7 +93,7 @@ class Frame:
         self.calls: list[weakref.ref[BlockCall]] = []
         self.previous: BlockCall | None = None
         self.previous_segment: Segment | None = None
-        self.outputs: list[OutputRecord] = []
+        self.outputs: list[OutputRecord | None] = []
         self.seen: dict[int, int] = {}
 
     # -- packing -----------------------------------------------------------------------------------------------
@@ -106,10 +107,8 @@ class Frame:
         view_of = self.parameters.view_of if self.parameters is not None else None
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Handle:
-            if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
-                return tensor
-            if tensor.layout is not torch.strided:
-                return KeptHandle(tensor)
+            if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+                return self.keep_special(tensor)
             if view_of is not None and (view := view_of(tensor)) is not None:
                 return ParameterHandle(view)
             storage = tensor.untyped_storage()
@@ -123,12 +122,15 @@ class Frame:
 
         return pack
 
-    def parameter_view(self, tensor: torch.Tensor) -> ParameterHandle | None:
-        """A handle for a view of a parameter that may go away; None for anything else."""
-        if self.parameters is None or tensor.layout is not torch.strided:
-            return None
-        view = self.parameters.view_of(tensor)
-        return None if view is None else ParameterHandle(view)
+    def keep_special(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
+        """Parameters as they are (never packed); subclasses and sparse tensors stay, uncounted."""
+        if isinstance(tensor, Parameter):
+            return tensor
+        view = None
+        if self.parameters is not None:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a subclass may have no storage to ask about
+                view = self.parameters.view_of(tensor)
+        return KeptHandle(tensor) if view is None else ParameterHandle(view)
 
     def settle(self, account: KeptAccount) -> None:
         """A block has ended: its account counts from now on."""

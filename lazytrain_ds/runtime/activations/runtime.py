@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 KEEP = ActivationAction(kind="keep", ops=(), boundary="device", saved_tier="device", lead=1)
 """Everything stays on the device: what `None` stands for."""
+
+
+def upstream_offload_is_on() -> bool:
+    """Whether this thread is inside `deepspeed...offload_activations.CheckpointHiddenStatesOffload`."""
+    module = sys.modules.get("deepspeed.runtime.activation_checkpointing.offload_activations")
+    return module is not None and bool(module._manager_stack())
 
 
 class ActivationRuntime:
@@ -188,6 +195,13 @@ class ActivationRuntime:
     def outer_context(self) -> Iterator[None]:
         """Around the engine's whole forward: views of parameter slots are packed wherever they are saved."""
         frame = self.frame
+        if upstream_offload_is_on():
+            self.say_once(
+                "upstream offload",
+                "DeepSpeed's hidden-states offload context is on as well. Under ZeRO-3 it finds none of the tensors "
+                "that it marked (it knows them by id, and ZeRO-3 re-wraps them), and the plan decides where "
+                "boundaries go: remove it from the training script.",
+            )
         if frame is None or not torch.is_grad_enabled():
             with owned(self.takeover):
                 yield

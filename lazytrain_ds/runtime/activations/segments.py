@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazytrain_ds.errors import LazyTrainError
-from lazytrain_ds.runtime.activations.storages import REMADE, Handle, KeptAccount, KeptHandle, version_of
+from lazytrain_ds.runtime.activations.storages import REMADE, Handle, KeptAccount, KeptHandle, storage_key, version_of
 
 if TYPE_CHECKING:
     from lazytrain_ds.runtime.activations.blocks import BlockCall
@@ -31,8 +31,10 @@ class OutputRecord:
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> OutputRecord:
-        """Record `tensor`."""
+    def of(cls, tensor: torch.Tensor) -> OutputRecord | None:
+        """Record `tensor`; None for a sparse one, which is never recognised."""
+        if tensor.layout is not torch.strided:
+            return None
         return cls(StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.size(),
                    tuple(tensor.stride()), tensor.dtype, version_of(tensor))  # fmt: skip
 
@@ -42,7 +44,7 @@ class OutputRecord:
         The weak reference keeps the storage's address from being given to another one, so equal means the same.
         """
         return (
-            tensor.untyped_storage()._cdata == self.storage.cdata
+            storage_key(tensor) == self.storage.cdata
             and tensor.storage_offset() == self.offset
             and tensor.size() == self.size
             and tuple(tensor.stride()) == self.stride
@@ -51,12 +53,12 @@ class OutputRecord:
         )
 
 
-def links_between(outputs: list[OutputRecord], inputs: list[torch.Tensor]) -> dict[int, int]:
+def links_between(outputs: list[OutputRecord | None], inputs: list[torch.Tensor]) -> dict[int, int]:
     """{position in `inputs`: position in `outputs`} for inputs that are the previous block's outputs."""
     links = {}
     for position, tensor in enumerate(inputs):
         for index, record in enumerate(outputs):
-            if record.matches(tensor):
+            if record is not None and record.matches(tensor):
                 links[position] = index
                 break
     return links

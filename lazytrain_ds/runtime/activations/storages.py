@@ -43,8 +43,8 @@ SAVED, BOUNDARY, REMADE, PASSED = "saved", "boundary", "remade", "passed"
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage. Unique while the storage or a `StorageWeakRef` to it lives."""
-    return tensor.untyped_storage()._cdata
+    """Identity of a tensor's storage, unique while it or a `StorageWeakRef` to it lives; 0 for one without (sparse)."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def version_of(tensor: torch.Tensor) -> int:
