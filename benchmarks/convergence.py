@@ -169,7 +169,7 @@ def math_run(kind: str, seed: int, steps: int) -> dict:
     generator = torch.Generator().manual_seed(1000 + seed)
 
     def batch(_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return additions(*torch.randint(0, 10**DIGITS, (2, 256), generator=generator))
+        return additions(*torch.randint(0, 10**DIGITS, (2, 128), generator=generator))
 
     fit(kind, model, batch, steps, 2e-3, f"math {kind} seed {seed}")
     problems = torch.randint(0, 10**DIGITS, (2, 20_000), generator=torch.Generator().manual_seed(99))
@@ -187,8 +187,8 @@ def math_run(kind: str, seed: int, steps: int) -> dict:
 
 
 def wide_run() -> dict:
-    """After 100 steps, by spread of sizes, all relative to fp32 moments: the largest movement of an element, the largest
-    update of one step, the largest deviation (over the largest movement), and the distance of the paths."""
+    """After 100 steps, by spread of sizes, all relative to fp32 moments: the largest movement of an element, the
+    largest update of one step, the largest deviation (over the largest movement), the distance of the paths."""
     n = 1 << 18
     out = {}
     spreads = {f"lognormal, sigma {s:g}": s for s in (0.5, 1.0, 2.0, 3.0)} | {
@@ -285,8 +285,8 @@ def table(data: dict[str, dict]) -> str:
         "# Convergence with 8-bit moments",
         "",
         f"HybridAdamW8bit with its defaults against torch.optim.AdamW; CPU, torch {torch.__version__}, kernels "
-        f"{kernels.available_isas()[0]}, Python {platform.python_version()}. Runs of one seed share weights and batches. "
-        "`benchmarks/convergence.py` says what each task is and how to repeat it.",
+        f"{kernels.available_isas()[0]}, Python {platform.python_version()}. Runs of one seed share weights and "
+        "batches. `benchmarks/convergence.py` says what each task is and how to repeat it.",
     ]
 
     def pairs(task: str) -> list[tuple[int, int, dict, dict]]:
@@ -346,7 +346,7 @@ def table(data: dict[str, dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", default=["wide", "rare", "math", "text"], metavar="task")
-    parser.add_argument("--steps", type=int, help="default: 1500 for text, 3000 for math")
+    parser.add_argument("--steps", type=int, help="default: 1500")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--results", type=Path, default=Path("runs/convergence.json"))
@@ -361,7 +361,7 @@ def main() -> None:
             results.get("rare", rare_run)
         elif task in ("text", "math"):
             run = text_run if task == "text" else math_run
-            steps = args.steps or (1500 if task == "text" else 3000)
+            steps = args.steps or 1500
             for seed in range(args.seeds if task == "text" else 1):
                 for kind in OPTIMIZERS:
                     results.get(f"{task}/{kind}/{seed}/{steps}", lambda k=kind, s=seed, n=steps, r=run: r(k, s, n))

@@ -170,7 +170,7 @@ def report(rows: list[Variant], n: int, threads: int, repetitions: int, loads: t
         "",
         f'{n / 1e6:.0f} M parameters in one flat tensor, {threads} threads (rows marked "1 thread": one), medians of '
         f"{repetitions} interleaved repetitions (every 3rd for one thread, every 7th for bitsandbytes), minima in "
-        'brackets. bf16 copy-out included where the row does not say "alone" or "no copy-out"; the gradient\'s cast is part '
+        'brackets. bf16 copy-out included where the row does not say "alone" or "no copy-out"; the cast is part '
         "of DeepSpeed's bf16 row. Speed-up: against DeepSpeed's sequence with the same gradients and threads.",
         "",
         f"* Processor: {processor()}; instruction sets used: {', '.join(kernels.available_isas()[:1])} (ours).",

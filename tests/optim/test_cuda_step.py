@@ -38,8 +38,8 @@ def test_bitsandbytes_op_has_the_arguments_we_pass():
     pytest.importorskip("bitsandbytes")
     names = [a.name for a in cuda_step._blockwise_op().default._schema.arguments]
     assert names == [
-        "optimizer_name", "g", "p", "state1", "state2", "beta1", "beta2", "beta3", "alpha", "eps", "step", "lr", "qmap1",
-        "qmap2", "absmax1", "absmax2", "weight_decay", "gnorm_scale", "skip_zeros",
+        "optimizer_name", "g", "p", "state1", "state2", "beta1", "beta2", "beta3", "alpha", "eps", "step", "lr",
+        "qmap1", "qmap2", "absmax1", "absmax2", "weight_decay", "gnorm_scale", "skip_zeros",
     ]  # fmt: skip
 
 

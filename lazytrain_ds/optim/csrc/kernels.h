@@ -22,17 +22,6 @@ LT_FN void quantize_block(const Map& map, const float* x, float absmax, uint8_t*
   }
 }
 
-// With 8-bit moments: one block of gradients in fp32, unscaled and clipped, with L2 decay if asked for.
-template <int T>
-LT_FN void prepare_gradient(float* g, const void* src, const float* p, const CoefficientsOf<float>& c) {
-  const V scale = set(c.grad_scale), l2 = set(c.l2);
-  if (c.l2 != 0.0f) {
-    for (int i = 0; i < kBlock; i += W) store(g + i, add(mul(load_as<T>(src, i), scale), mul(load(p + i), l2)));
-  } else {
-    for (int i = 0; i < kBlock; i += W) store(g + i, mul(load_as<T>(src, i), scale));
-  }
-}
-
 LT_FN void write_copy(const float* p, void* out, int type, bool stream) {
   uint16_t* o = static_cast<uint16_t*>(out);
   if (type == kBF16) for (int i = 0; i < kBlock; i += 2 * W) store_bf16(o + i, load(p + i), load(p + i + W), stream);
@@ -63,20 +52,22 @@ LT_FN void adam_fp32(float* p, const void* grad, float* m, float* v, const Coeff
 template <int T>
 LT_FN void adam_8bit(float* p, const void* grad, uint8_t* m_code, uint8_t* v_code, float* m_absmax, float* v_absmax,
                      const Map* maps, const CoefficientsOf<float>& c) {
-  alignas(64) float g[kBlock], m[kBlock], v[kBlock];
-  prepare_gradient<T>(g, grad, p, c);
+  alignas(64) float m[kBlock], v[kBlock];
   const Dequantizer dm = dequantizer(maps[0]), dv = dequantizer(maps[1]);
   const V m_scale = set(*m_absmax * c.beta1), v_scale = set(*v_absmax * c.beta2), one_minus_beta1 = set(c.one_minus_beta1),
           one_minus_beta2 = set(c.one_minus_beta2), eps = set(c.eps), step_size = set(c.step_size), decay = set(c.decay),
-          largest_finite = set(0x1.fffffep127f);
+          scale = set(c.grad_scale), l2 = set(c.l2), largest_finite = set(0x1.fffffep127f);
+  const bool with_l2 = c.l2 != 0.0f;
   V m_top = set(0.0f), v_top = set(0.0f);
   for (int i = 0; i < kBlock; i += W) {
-    const V gi = load(g + i);
+    const V before = load(p + i);
+    V gi = mul(load_as<T>(grad, i), scale);
+    if (with_l2) gi = add(gi, mul(before, l2));
     const V mi = add(mul(value_signed(dm, m_code + i), m_scale), mul(gi, one_minus_beta1));
     // Capped, because an infinite absmax would make the whole block undefined.
     const V vi = minf(add(mul(value_unsigned(dv, v_code + i), v_scale), mul(mul(gi, gi), one_minus_beta2)), largest_finite);
     const V update = mul(div(mi, add(root(vi), eps)), step_size);
-    const V pi = sub(mul(load(p + i), decay), update);
+    const V pi = sub(mul(before, decay), update);
     store(m + i, mi);
     store(v + i, vi);
     store(p + i, pi);
