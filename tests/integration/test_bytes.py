@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lazytrain_ds.workload.blocks import find_blocks
+from lazytrain_ds.workload.trace import trace_with_inputs
 from tests.integration.training import config, engine_of
+from tests.runtime.zero3 import one_process_group
 from tests.workload.models import TinyLM, llama, qwen2
 
 
@@ -44,3 +47,21 @@ def test_bytes_are_exact(name, dtype):
             tensors.update({id(tensor): tensor for tensor in moments})
         states = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         assert states == trainable * mode.state_bytes_per_parameter
+
+
+@pytest.mark.integration
+def test_a_model_that_zero_init_partitioned_is_traced_as_if_whole():
+    one_process_group()
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    with deepspeed.zero.Init(config_dict_or_path=config(None)):
+        partitioned = TinyLM(depth=3).train()
+    assert next(partitioned.parameters()).numel() == 0
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    whole = TinyLM(depth=3).train()
+    table = find_blocks(partitioned)
+    assert table == find_blocks(whole)
+    traced = trace_with_inputs(partitioned, table, (ids,), {"labels": ids})
+    assert traced == trace_with_inputs(whole, table, (ids,), {"labels": ids})
+    assert all(parameter.numel() == 0 for parameter in partitioned.parameters())

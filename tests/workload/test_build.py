@@ -196,3 +196,19 @@ def test_real_run_refuses_to_allocate_more_than_allowed():
     model = TinyLM()
     with pytest.raises(TraceError, match="more than the 1 kB allowed"):
         run_with_inputs(model, find_blocks(model), (torch.zeros(1, 4, dtype=torch.long),), limit_bytes=1000)
+
+
+def test_lora_trains_adapters_only():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    instance = build(model, dtype=torch.bfloat16)
+    assert instance.parameter_count == sum(parameter.numel() for parameter in model.parameters())
+    layer = instance.block_class(2)
+    # q: 64 -> 4 -> 64, v: 64 -> 4 -> 32
+    assert layer.trainable_count == 4 * (64 + 64) + 4 * (64 + 32)
+    assert instance.block_class(0).trainable_count == instance.block_class(4).trainable_count == 0
+    # the frozen embedding's output needs no gradient, so the first layer keeps less than the others
+    first, second, third = (instance.costs(block, 2) for block in (1, 2, 3))
+    assert first.menu[0].kept_bytes < second.menu[0].kept_bytes == third.menu[0].kept_bytes
+    assert first.backward_seconds < second.backward_seconds
+    assert instance.order[1] != instance.order[2] == instance.order[3]

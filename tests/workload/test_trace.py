@@ -282,3 +282,18 @@ def test_transient_bytes_bound_a_real_backward_and_forward():
     assert 2 * wide <= block.transient_forward_bytes <= 3 * wide
     weights = 2 * width * hidden * 4
     assert 2 * wide <= block.transient_backward_bytes <= 3 * wide + weights
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_kept_bytes_with_adapters_and_a_frozen_front(length):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = model.bfloat16().train()
+    table = find_blocks(model)
+    inputs = call(2, length)
+    trace = trace_with_inputs(model, table, (), inputs)
+    counter = Counter(model, [block.name for block in table.repeated])
+    counter.run(model, inputs, zero3=True)
+    for block in table.repeated:
+        assert sorted(trace.blocks[block.index].kept) == sorted(counter.kept[block.name].values())
