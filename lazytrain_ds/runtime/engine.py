@@ -149,6 +149,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             root=self.module,
             allocate_staging=self._lt_book.empty_staging,
             on_task=self._lt_book.monitor.transfer_task,
+            on_stall=self._lt_book.monitor.stall,
         )
         self._lt_activations.install()
         self._lt_use_plan()

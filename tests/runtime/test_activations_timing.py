@@ -122,6 +122,31 @@ def test_random_delays_and_poisoned_buffers_change_nothing(model, reference, see
         device.close()
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_the_emulated_device_in_debug_mode_is_exact_and_reports_each_copy_once(model, reference, seed):
+    from lazytrain_ds.runtime.device.emulated import EmulatedDevice, Emulation
+
+    device = EmulatedDevice(Emulation(memory_bytes=10**8, h2d=3e8, d2h=3e8, debug=True, seed=seed))
+    copies, tasks, stalls = [], [], []
+    device.on_copy = lambda kind, block, channel, start, end, byte_count: copies.append((channel, byte_count))
+    plan = [action("keep", "nvme", "host", lead=seed)] * DEPTH
+    try:
+        with running(model, list(model.blocks), plan, device=device, store=FakeStore(eager=True),
+                     on_task=lambda kind, block, channel, *_: tasks.append(channel),
+                     on_stall=lambda channel, seconds: stalls.append(seconds)) as runtime:  # fmt: skip
+            run_pass(model, STEP, runtime).assert_equal(reference)
+            device.synchronize()
+            assert_nothing_left(runtime)
+            counters = runtime.counters
+            sent = sum(byte_count for channel, byte_count in copies if channel == "d2h")
+            assert sent == sum(counters.offloaded_bytes.values())
+            assert sum(byte_count for channel, byte_count in copies if channel == "h2d") == counters.prefetched_bytes
+            assert not {"h2d", "d2h"} & set(tasks) and {"nvme_read", "nvme_write"} <= set(tasks)
+            assert sum(stalls) == pytest.approx(sum(counters.stall_seconds.values()))
+    finally:
+        device.close()
+
+
 def test_giving_up_with_copies_under_way_leaves_nothing(model, reference):
     device = SlowDevice(lambda: 0.002)
     plan = [action("keep", "nvme", "host")] * DEPTH

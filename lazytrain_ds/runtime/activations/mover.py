@@ -21,7 +21,7 @@ from lazytrain_ds.runtime.activations.storages import OffloadedStorage
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.swap.memory import aligned_empty
 
-__all__ = ["DEFAULT_STAGING_BYTES", "Mover", "OnTask", "Store", "StoreTicket"]
+__all__ = ["DEFAULT_STAGING_BYTES", "Mover", "OnStall", "OnTask", "Store", "StoreTicket"]
 
 DEFAULT_STAGING_BYTES = 1 << 30
 """Host memory for tensors on their way to and from NVMe, unless the caller says otherwise."""
@@ -33,6 +33,10 @@ OnTask = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 def _aligned(byte_count: int) -> torch.Tensor:
     """Memory that the store can move without a copy of its own."""
     return aligned_empty(byte_count, torch.uint8)
+
+
+OnStall = Callable[[ChannelName, float], None]
+"""(channel, seconds) that compute waited."""
 
 
 class StoreTicket(Protocol):
@@ -63,8 +67,10 @@ class Mover:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         allocate_staging: Callable[[int], torch.Tensor] | None = None,
         on_task: OnTask | None = None,
+        on_stall: OnStall | None = None,
     ) -> None:
-        self.device, self.counters, self.store, self.on_task = device, counters, store, on_task
+        self.device, self.counters, self.store = device, counters, store
+        self.on_task, self._on_stall = on_task, on_stall
         self._pin_memory = pin_memory
         self.host = HostBuffers(self._empty_host, "offloaded activations", host_cap_bytes)
         self.staging = HostBuffers(
@@ -219,6 +225,15 @@ class Mover:
                 self._free_keys.append(key)
 
     # -- waiting -----------------------------------------------------------------------------------------------
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, kind: TaskKind, block: int
+    ) -> Event:
+        """Copy behind the compute issued so far; a device that times its copies is told what this one is for."""
+        after = (self.device.record(),)
+        if self.device.on_copy is None:
+            return self.device.copy_async(target, source, channel, after)
+        return self.device.copy_async(target, source, channel, after, task=(kind, block))
+
     def wait_event(self, event: Event) -> None:
         """Block until a copy to the host is over."""
         event.wait()
@@ -231,19 +246,24 @@ class Mover:
         started = time.perf_counter()
         ticket.wait()
         if channel == "nvme_read":
-            self.counters.stalled(channel, time.perf_counter() - started)
+            self._stalled(channel, time.perf_counter() - started)
 
     def compute_waits(self, event: Event) -> None:
         """Later compute starts after `event`; what the host was blocked counts as stall."""
-        self.counters.stalled("h2d", self.device.compute_waits(event))
+        self._stalled("h2d", self.device.compute_waits(event))
+
+    def _stalled(self, channel: ChannelName, seconds: float) -> None:
+        self.counters.stalled(channel, seconds)
+        if self._on_stall is not None and seconds > 0:
+            self._on_stall(channel, seconds)
 
     def prefetched(self, byte_count: int) -> None:
         """A copy back was issued."""
         self.counters.prefetched_bytes += byte_count
 
     def report(self, kind: TaskKind, block: int, channel: ChannelName, started: float, byte_count: int) -> None:
-        """Tell the monitor about something that just ended."""
-        if self.on_task is not None:
+        """Tell the monitor about something that just ended, unless the device does that itself."""
+        if self.on_task is not None and not (channel in ("h2d", "d2h") and self.device.on_copy is not None):
             self.on_task(kind, block, channel, started, time.perf_counter(), byte_count)
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.activations.counters import ActivationCounters
 from lazytrain_ds.runtime.activations.frame import OUTSIDE, Frame, ParameterAccess, unpack
-from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnTask, Store
+from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnStall, OnTask, Store
 from lazytrain_ds.runtime.activations.storages import SAVED, KeptAccount
 from lazytrain_ds.runtime.activations.takeover import Takeover, installation, owned
 from lazytrain_ds.runtime.activations.wrapping import BlockForward, is_compiled
@@ -48,7 +48,8 @@ class ActivationRuntime:
         parameters: who fetches and releases parameters; None where they are always present.
         store: NVMe store; without one, nothing may be planned there.
         pin_memory: whether host buffers may be page-locked.
-        on_task: called with (kind, block, channel, start, end, bytes) for each transfer and recomputation.
+        on_task: called with (kind, block, channel, start, end, bytes) for each transfer and recomputation; copies are
+            left to the device where it has an `on_copy`. on_stall: called with (channel, seconds) that compute waited.
         root: the model; modules of it that hold blocks matter for taking over its own checkpoint calls.
         minimum_offload_bytes: smaller saved tensors stay on the device, because a transfer costs more than it saves;
             boundaries always go where the plan says.
@@ -69,6 +70,7 @@ class ActivationRuntime:
         store: Store | None = None,
         pin_memory: bool = False,
         on_task: OnTask | None = None,
+        on_stall: OnStall | None = None,
         root: nn.Module | None = None,
         minimum_offload_bytes: int = MINIMUM_OFFLOAD_BYTES,
         host_cap_bytes: int | None = None,
@@ -81,7 +83,7 @@ class ActivationRuntime:
         self.counters = ActivationCounters()
         self.mover = Mover(
             device, self.counters, store, pin_memory=pin_memory, host_cap_bytes=host_cap_bytes,
-            staging_bytes=staging_bytes, allocate_staging=allocate_staging, on_task=on_task,
+            staging_bytes=staging_bytes, allocate_staging=allocate_staging, on_task=on_task, on_stall=on_stall,
         )  # fmt: skip
         self.keep = KEEP
         self.frame: Frame | None = None

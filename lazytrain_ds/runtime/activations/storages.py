@@ -196,8 +196,8 @@ class OffloadedStorage:
                 storage, 0, (self.byte_count,), (1,)
             )
             self._started = time.perf_counter()
-            self._departure = mover.device.copy_async(
-                self._host[: self.byte_count], self._source, "d2h", (mover.device.record(),)
+            self._departure = mover.copy(
+                self._host[: self.byte_count], self._source, "d2h", "activation_offload", block
             )
         except BaseException:
             mover.device.ledger.discharge(self.byte_count, "activations (leaving)")
@@ -280,11 +280,10 @@ class OffloadedStorage:
         back = self._mover.try_allocate(self.byte_count, must)
         if back is None:
             return False
-        device = self._mover.device
         writing, self._back = self.state == WRITING, back
         started = time.perf_counter()
         # The allocator may hand out memory that queued compute still uses: the copy waits for what was issued so far.
-        self._arrival = device.copy_async(back, self._host[: self.byte_count], "h2d", (device.record(),))
+        self._arrival = self._mover.copy(back, self._host[: self.byte_count], "h2d", "activation_prefetch", self.block)
         self._mover.prefetched(self.byte_count)
         if writing:  # an NVMe write that the backward overtook: it ends by itself
             self._mover.compute_waits(self._arrival)
