@@ -21,12 +21,22 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from lazytrain_ds.errors import PlanError
 
 if TYPE_CHECKING:
+    from lazytrain_ds.runtime.layout import SubGroup
     from lazytrain_ds.runtime.stage3 import LazyStage3
 
-__all__ = ["MappedCheckpointEngine", "committed", "exposed_states", "load_rigid", "load_universal_states"]
+__all__ = [
+    "MappedCheckpointEngine",
+    "committed",
+    "exposed_states",
+    "load_rigid",
+    "load_universal_states",
+    "load_universal_weights",
+]
 
 FP32_GROUPS = "fp32_flat_groups"
 INNER_STATE = "optimizer_state_dict"
+UNIVERSAL_MASTER = "fp32"
+UNIVERSAL_STATES = (UNIVERSAL_MASTER, "exp_avg", "exp_avg_sq")
 
 
 class MappedCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
@@ -92,22 +102,23 @@ def write_latest(save_dir: str, tag: str) -> None:
 
 
 @contextmanager
-def exposed_states(optimizer: LazyStage3) -> Iterator[list[torch.Tensor]]:
-    """Masters of all sub-groups, with the inner optimizer's state complete; those on NVMe are mapped for reading."""
+def exposed_states(optimizer: LazyStage3) -> Iterator[None]:
+    """Masters and the inner optimizer's states are all in place; those on NVMe are mapped for reading."""
     states, inner = optimizer._lt_states, optimizer.optimizer
-    masters: list[torch.Tensor] = []
+    own = optimizer.fp32_partitioned_groups_flat
     shown: list[torch.Tensor] = []
+    masters = list(own)
     try:
-        for index, master in enumerate(states.masters):
-            if states.tiers[index] == "nvme":
+        for index, tier in enumerate(states.tiers):
+            if tier == "nvme":
                 mapped = states.mapped(index)
-                inner.state[master] = mapped.state
-                shown.append(master)
-                masters.append(mapped.master)
-            else:
-                masters.append(master)
-        yield masters
+                masters[index] = mapped.master
+                inner.state[mapped.master] = mapped.state
+                shown.append(mapped.master)
+        optimizer.fp32_partitioned_groups_flat = masters
+        yield
     finally:
+        optimizer.fp32_partitioned_groups_flat = own
         for master in shown:
             inner.state.pop(master, None)
 
@@ -179,29 +190,42 @@ def load_universal_states(optimizer: LazyStage3, checkpoint_dir: str) -> None:
     step = inner["state"][0]["step"]
     for sub_group in optimizer._lt_layout.sub_groups:
         with optimizer._lt_states.at_hand(sub_group.index) as states:
-            found: dict[str, torch.Tensor] = {}
-            for name in ("fp32", "exp_avg", "exp_avg_sq"):
-                whole = torch.zeros(sub_group.numel, dtype=torch.float32)
-                at = 0
-                for parameter in sub_group.parameters:
-                    piece = optimizer.load_hp_checkpoint_state(
-                        str(directory / optimizer.param_names[parameter]), name, param=parameter
-                    )
-                    whole.narrow(0, at, piece.numel()).copy_(piece.reshape(-1))
-                    at += parameter.partition_numel()
-                found[name] = whole
-            states.master.detach().copy_(found["fp32"])
-            state: dict[str, Any] = {"step": step, "exp_avg": found["exp_avg"], "exp_avg_sq": found["exp_avg_sq"]}
-            state = optimizer._lt_updater.convert(state, states.state, sub_group.numel)
+            found = {name: _universal(optimizer, directory, sub_group, name) for name in UNIVERSAL_STATES}
+            master = found.pop(UNIVERSAL_MASTER)
+            states.master.detach().copy_(master)
+            state = optimizer._lt_updater.convert({"step": step, **found}, states.state, sub_group.numel)
             _fill(states.state, state, f"sub-group {sub_group.index}")
             with optimizer._lt_homes.open_for_update(sub_group.block, (sub_group,), whole=False) as place:
-                place(sub_group).copy_(states.master.detach())
+                place(sub_group).copy_(master)
     finish_load(optimizer)
+
+
+def load_universal_weights(optimizer: LazyStage3, checkpoint_dir: str, masters_too: bool) -> None:
+    """Weights alone from a universal checkpoint; masters become the fp32 ones, or follow the rounded weights."""
+    directory = Path(checkpoint_dir) / "zero"
+    for sub_group in optimizer._lt_layout.sub_groups:
+        master = _universal(optimizer, directory, sub_group, UNIVERSAL_MASTER)
+        with optimizer._lt_homes.open_for_update(sub_group.block, (sub_group,), whole=False) as place:
+            weights = place(sub_group)
+            weights.copy_(master)
+            with optimizer._lt_states.at_hand(sub_group.index) as states:
+                states.master.detach().copy_(master if masters_too else weights)
+    finish_load(optimizer)
+
+
+def _universal(optimizer: LazyStage3, directory: Path, sub_group: SubGroup, name: str) -> torch.Tensor:
+    """One state of a sub-group, flat fp32, put together from the parameters' files."""
+    whole = torch.zeros(sub_group.numel, dtype=torch.float32)
+    at = 0
+    for parameter in sub_group.parameters:
+        folder = str(directory / optimizer.param_names[parameter])
+        piece = optimizer.load_hp_checkpoint_state(folder, name, param=parameter)
+        whole.narrow(0, at, piece.numel()).copy_(piece.reshape(-1))
+        at += parameter.partition_numel()
+    return whole
 
 
 def finish_load(optimizer: LazyStage3) -> None:
     """Weights changed behind the parameter store's back: everything is fetched anew."""
     optimizer._lt_states.settle()
-    if optimizer._lt_one_rank:
-        for block in optimizer._lt_layout.blocks:
-            optimizer._lt_store.updated(block.index)
+    optimizer.lazytrain_weights_changed()

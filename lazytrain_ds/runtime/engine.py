@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import DummyOptim
@@ -252,6 +253,25 @@ class LazyTrainEngine(DeepSpeedEngine):
             super()._save_zero_checkpoint(save_path, tag)
         finally:
             self.config = rewritten
+
+    def _get_zero_frozen_param_attributes(self, attr_func: Callable[[Any], Any]) -> Any:
+        if not isinstance(self.optimizer, LazyStage3):
+            return super()._get_zero_frozen_param_attributes(attr_func)
+        with self.optimizer.lazytrain_homes.frozen_shown():
+            return super()._get_zero_frozen_param_attributes(attr_func)
+
+    def load_module_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        fragments = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if not fragments or not isinstance(self.optimizer, LazyStage3):
+            super().load_module_state_dict(checkpoint, *args, **kwargs)
+            return
+        homes = self.optimizer.lazytrain_homes
+        # Upstream copies into ds_tensor, which is an empty shell for those on NVMe.
+        elsewhere = {self.param_names[p]: p.ds_tensor.new_empty(0) for p in homes.frozen_on_nvme()}
+        here = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**fragments, **elsewhere}}
+        super().load_module_state_dict(here, *args, **kwargs)
+        homes.load_frozen(lambda parameter: fragments[self.param_names[parameter]])
+        self.optimizer.lazytrain_weights_changed()
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         if self.global_rank == 0:

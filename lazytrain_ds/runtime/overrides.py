@@ -114,6 +114,13 @@ OVERRIDDEN: Final[tuple[Override, ...]] = (
             "overridden: old checkpoint stays until the new one is complete",
         ),
         ("_save_zero_checkpoint", "(self, save_path, tag)", "overridden: states are exported in their standard form"),
+        ("_get_zero_frozen_param_attributes", "(self, attr_func)", "overridden: frozen weights on NVMe are shown"),
+        (
+            "load_module_state_dict",
+            "(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, z3_params_to_fetch=None, "
+            "allowed_missing_keys=None)",
+            "overridden: frozen weights on NVMe go there",
+        ),
         (
             "load_checkpoint",
             "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
@@ -211,6 +218,11 @@ OVERRIDDEN: Final[tuple[Override, ...]] = (
             "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
             "(self, checkpoint_dir)",
             "overridden: universal checkpoint into our states",
+        ),
+        (
+            "load_module_checkpoint_state_from_checkpoint_dir_stage3",
+            "(self, checkpoint_dir, load_from_fp32_weights)",
+            "overridden: universal checkpoint's weights into our homes",
         ),
         ("_restore_from_bit16_weights", "(self)", "overridden: masters from low-precision weights, in their tier"),
         ("checkpoint_event_prologue", "(self)", "overridden: drains first"),

@@ -7,7 +7,7 @@ is checked in again (written back only if something changed it) before the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -105,35 +105,38 @@ class ParameterHomes:
             self.staging.give(buffers[key])
 
     # -- for DeepSpeed and the user ------------------------------------------------------------------------------
-    def check_out(self, block: int, *, changing: bool = False) -> None:
-        """Bring a block from NVMe to host memory and point `ds_tensor` and `flats` at it."""
-        if block not in self.on_nvme:
+    def check_out(self, blocks: Iterable[int], *, changing: bool = False) -> None:
+        """Bring blocks from NVMe to host memory and point `ds_tensor` and `flats` at them; others may go home."""
+        wanted = [block for block in blocks if block in self.on_nvme]
+        if not wanted:
             return
-        if block not in self._checked_out:
-            self.check_in_idle(keep=1)
-            for part in self.layout.blocks[block].parts:
-                part.host = self.staging.take(part.numel, part.dtype)
-                self.nvme.read(part.key, part.host).wait()
-                for parameter, offset, numel in part.entries:
-                    parameter.ds_tensor.data = part.host.narrow(0, offset, numel)
-            self._point_flats(block)
-            self._checked_out[block] = False
-        if changing:
-            self._checked_out[block] = True
+        self.check_in_idle(keep=wanted)
+        for block in wanted:
+            if block not in self._checked_out:
+                for part in self.layout.blocks[block].parts:
+                    part.host = self.staging.take(part.numel, part.dtype)
+                    self.nvme.read(part.key, part.host).wait()
+                    for parameter, offset, numel in part.entries:
+                        parameter.ds_tensor.data = part.host.narrow(0, offset, numel)
+                self._point_flats(block)
+                self._checked_out[block] = False
+            if changing:
+                self._checked_out[block] = True
 
     def changed(self, block: int) -> None:
         """Somebody wrote to a checked-out block: it must be written back."""
         if block in self._checked_out:
             self._checked_out[block] = True
 
-    def check_in_idle(self, keep: int = 0) -> None:
-        """Send checked-out blocks home, except the last `keep` and those with a parameter still gathered."""
+    def check_in_idle(self, keep: Sequence[int] = ()) -> None:
+        """Send checked-out blocks home, except those in `keep` and those with a parameter still gathered."""
         idle = [
             block
             for block in self._checked_out
-            if all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self.layout.blocks[block].parameters())
+            if block not in keep
+            and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self.layout.blocks[block].parameters())
         ]
-        for block in idle[: len(idle) - keep] if keep else idle:
+        for block in idle:
             self.wait_for_update(block)
             dirty = self._checked_out.pop(block)
             for part in self.layout.blocks[block].parts:
@@ -153,7 +156,41 @@ class ParameterHomes:
             for sub_group in self.layout.of_block(block):
                 self.flats[sub_group.index] = self.place(sub_group)
 
-    def block_of(self, parameters: list[Parameter]) -> set[int]:
-        """Blocks on NVMe that own any of these parameters."""
-        wanted = {id(parameter) for parameter in parameters}
-        return {block for block in self.on_nvme if any(id(p) in wanted for p in self.layout.blocks[block].parameters())}
+    @contextmanager
+    def frozen_shown(self) -> Iterator[None]:
+        """`ds_tensor` of frozen parameters on NVMe shows the swap file, for reading through once (a checkpoint)."""
+        self.check_in_idle()
+        shown: list[Parameter] = []
+        try:
+            for part, entries in self._frozen_on_nvme():
+                content = self.nvme.mapped(part.key)
+                for parameter, offset, numel in entries:
+                    parameter.ds_tensor.data = content.narrow(0, offset, numel)
+                    shown.append(parameter)
+            yield
+        finally:
+            for parameter in shown:
+                parameter.ds_tensor.data = parameter.ds_tensor.new_empty(0)
+
+    def load_frozen(self, values: Callable[[Parameter], torch.Tensor]) -> None:
+        """Replace frozen parameters on NVMe by `values(parameter)`, one block at a time."""
+        self.check_in_idle()
+        for part, entries in self._frozen_on_nvme():
+            buffer = self.staging.take(part.numel, part.dtype)
+            self.nvme.read(part.key, buffer).wait()
+            for parameter, offset, numel in entries:
+                buffer.narrow(0, offset, numel).copy_(values(parameter).reshape(-1))
+            self.nvme.write(part.key, buffer).wait()
+            self.staging.give(buffer)
+
+    def frozen_on_nvme(self) -> list[Parameter]:
+        """Parameters on NVMe that no sub-group owns."""
+        return [parameter for _, entries in self._frozen_on_nvme() for parameter, _, _ in entries]
+
+    def _frozen_on_nvme(self) -> Iterator[tuple[Part, list[tuple[Parameter, int, int]]]]:
+        trained = {id(parameter) for group in self.layout.sub_groups for parameter in group.parameters}
+        for block in sorted(self.on_nvme - self._checked_out.keys()):
+            for part in self.layout.blocks[block].parts:
+                entries = [entry for entry in part.entries if id(entry[0]) not in trained]
+                if entries:
+                    yield part, entries

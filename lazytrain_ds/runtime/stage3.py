@@ -24,11 +24,11 @@ from torch.nn import Parameter
 
 from lazytrain_ds.errors import UnsupportedError
 from lazytrain_ds.runtime.checkpoint import (
-    FP32_GROUPS,
     exposed_states,
     finish_load,
     load_rigid,
     load_universal_states,
+    load_universal_weights,
 )
 from lazytrain_ds.runtime.coordinator import LazyCoordinator
 from lazytrain_ds.runtime.device.base import Event
@@ -243,9 +243,10 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
 
             def gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
                 wanted = [parameter] if param_list is None else list(param_list)
-                for block in {self._lt_block_of[id(each)] for each in wanted if id(each) in self._lt_block_of}:
+                blocks = {self._lt_block_of[id(each)] for each in wanted if id(each) in self._lt_block_of}
+                for block in blocks:
                     self._lt_wait(block)
-                    self._lt_homes.check_out(block)
+                self._lt_homes.check_out(blocks)
                 return original(param_list, *args, **kwargs)
 
             setattr(parameter, name, gather)
@@ -427,10 +428,8 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
 
     # -- checkpoints -------------------------------------------------------------------------------------------
     def _rigid_state_dict(self) -> dict[str, Any]:
-        with exposed_states(self) as masters:
-            state_dict: dict[str, Any] = super()._rigid_state_dict()
-        state_dict[FP32_GROUPS] = masters
-        return state_dict
+        with exposed_states(self):
+            return super()._rigid_state_dict()
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         self.loss_scaler = state_dict["loss_scaler"]
@@ -441,11 +440,27 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         load_universal_states(self, checkpoint_dir)
 
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(
+        self, checkpoint_dir: str, load_from_fp32_weights: bool
+    ) -> None:
+        load_universal_weights(self, checkpoint_dir, load_from_fp32_weights)
+
     def _restore_from_bit16_weights(self) -> None:
         for sub_group in self._lt_layout.sub_groups:
             with self._lt_homes.at_hand(sub_group) as values, self._lt_states.at_hand(sub_group.index) as states:
                 states.master.detach().copy_(values)
         finish_load(self)
+
+    @property
+    def lazytrain_homes(self) -> ParameterHomes:
+        """Where the low-precision weights lie."""
+        return self._lt_homes
+
+    def lazytrain_weights_changed(self) -> None:
+        """Weights were written where they lie: what is on the device is fetched anew."""
+        if self._lt_one_rank:
+            for block in self._lt_layout.blocks:
+                self._lt_store.updated(block.index)
 
     @contextmanager
     def lazytrain_paused(self) -> Iterator[None]:

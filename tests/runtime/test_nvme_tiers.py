@@ -20,15 +20,15 @@ WIDTH = 515  # 515 x 515 fp32 is 1.06 MB; neither a row nor a bias is a multiple
 class Wide(nn.Module):
     """Tensors of at least 1 MiB beside ones of 1, 3, 511, 513 and 67 x 211 elements; the first has one element."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.ones(1))
-        self.entry = nn.Linear(64, WIDTH)
+        self.entry = nn.Linear(64, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(3)
         )
         self.odd = nn.ParameterList(nn.Parameter(torch.full(shape, 0.1)) for shape in ((3,), (511,), (513,), (67, 211)))
-        self.head = nn.Linear(WIDTH, 7)
+        self.head = nn.Linear(width, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.entry(x.to(self.first.dtype) * self.first)
