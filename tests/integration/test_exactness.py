@@ -113,7 +113,7 @@ def test_random_plans_are_bit_identical(name, dtype, share, tmp_path):
 
 
 @pytest.mark.skipif(not ALL, reason="set LAZYTRAIN_ALL_PLANS=1 for the whole matrix")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("what", [*RULES, "paper", "rules", "milp", *range(20)])
