@@ -271,3 +271,37 @@ def test_trains_where_nothing_can_be_compiled(tmp_path):
     got = run(body, tmp_path, LAZYTRAIN_NO_COMPILER="1", LAZYTRAIN_CACHE_DIR=str(tmp_path / "cache"))
     assert got["losses"] == usual["losses"] and got["stderr"].count("kernels are not available") == 1
     assert "has no attribute 'ds_opt_adam'" not in got["stderr"]
+
+
+def test_hugging_face_trainer_fills_auto_values(tmp_path):
+    pytest.importorskip("transformers")
+    got = run(
+        """
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        torch.manual_seed(0)
+        net = LlamaForCausalLM(LlamaConfig(vocab_size=67, hidden_size=96, intermediate_size=160, num_hidden_layers=2,
+                                           num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32))
+        config = {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "HybridAdamW8bit",
+                          "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        }
+        rows = [{"input_ids": (t := torch.randint(0, 67, (16,))), "labels": t} for _ in range(8)]
+        args = TrainingArguments(output_dir=tempfile.mkdtemp(), max_steps=3, per_device_train_batch_size=2, bf16=True,
+                                 learning_rate=3e-3, weight_decay=0.02, deepspeed=config, report_to=[], use_cpu=True,
+                                 save_strategy="no", logging_strategy="no", disable_tqdm=True)
+        trainer = Trainer(model=net, args=args, train_dataset=rows)
+        trainer.train()
+        optimizer = trainer.model_wrapped.optimizer.optimizer
+        group = optimizer.param_groups[0]
+        done(name=type(optimizer).__name__, decay=group["weight_decay"], betas=group["betas"],
+             steps=sorted({float(s["step"]) for s in optimizer.state.values()}),
+             quantized=sum(optimizer.layout_of(p).quantized_numel for p in optimizer.state))
+        """,
+        tmp_path,
+        timeout=500,
+    )
+    assert got["name"] == "HybridAdamW8bit" and got["decay"] == 0.02 and got["betas"] == [0.9, 0.999]
+    assert got["steps"] == [3.0]
+    assert got["quantized"] == 2 * (4 * 96 * 96 + 3 * 96 * 160) + 67 * 96  # every Linear; the head is not tied here
