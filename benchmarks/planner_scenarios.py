@@ -87,13 +87,13 @@ def build(keywords: dict[str, Any], name: str = "") -> Instance:
     return instance(values.pop("shape"), values.pop("machine"), name=name, **values)
 
 
-def run(name: str, value: Instance) -> Result:
-    """Solve one scenario and judge the plan on the simulator."""
+def run(name: str, value: Instance, seconds: float | None = None) -> Result:
+    """Solve one scenario (`seconds`: the solver's time limit) and judge the plan on the simulator."""
     begin = time.process_time()
     rule, _, rule_outcome = best_rule(value)
     rule_seconds = rule_outcome.step_seconds if rule_outcome.fits else None
     try:
-        plan = solve(value)
+        plan = solve(value, time_limit_seconds=seconds)
     except InfeasibleError:
         return Result(name, None, None, rule, rule_seconds, False, time.process_time() - begin)
     plan.check(value)
@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("command", choices=("check", "update"))
     parser.add_argument("--part", default="1/1", help="K/N: every N-th scenario, starting with the K-th")
     parser.add_argument("--names", default="")
+    parser.add_argument("--seconds", type=float, default=None, help="the solver's time limit (600: ten minutes)")
     options = parser.parse_args()
     part, parts = (int(number) for number in options.part.split("/"))
     wanted = options.names.split(",") if options.names else None
@@ -154,7 +155,7 @@ def main() -> int:
         if (wanted and name not in wanted) or (not wanted and index % parts != part - 1):
             continue
         value = build(keywords, name)
-        result = run(name, value)
+        result = run(name, value, options.seconds)
         stored = entries.get(name, {})
         found = failures(result, stored, value) if options.command == "check" else []
         bad += bool(found)

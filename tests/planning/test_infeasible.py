@@ -1,0 +1,38 @@
+import pytest
+
+from benchmarks.planner_instances import instance as big_instance
+from benchmarks.planner_instances import with_caps
+from lazytrain_ds.errors import InfeasibleError
+from lazytrain_ds.planning.infeasible import diagnose
+from lazytrain_ds.planning.solve import solve
+from tests.planning.tiny import tiny_instance
+
+FITTING = tiny_instance(4, rounds=2)
+
+
+def test_the_smallest_cap_is_named_and_a_plan_fits_there():
+    instance = with_caps(FITTING, device=12)
+    with pytest.raises(InfeasibleError):
+        solve(instance)
+    found = diagnose(instance)
+    tier, need, have = found.shortages[0]
+    assert tier == "device" and need > have == 12
+    report = next(report for report in found.caps if report.tier == "device")
+    assert report.need_bytes > 12 and report.proven_bytes <= report.need_bytes
+    solve(with_caps(FITTING, device=report.need_bytes))
+    with pytest.raises(InfeasibleError):
+        solve(with_caps(FITTING, device=report.proven_bytes - 1))
+    assert f"device {report.need_bytes} B instead of 12 B" in found.text()
+
+
+def test_the_message_has_need_have_and_what_to_do():
+    with pytest.raises(
+        InfeasibleError, match=r"device: needs .* has 12 B .* short\).*one larger cap is enough"
+    ) as caught:
+        solve(with_caps(FITTING, device=12))
+    assert caught.value.shortages[0][0] == "device"
+
+
+def test_the_largest_micro_batch_that_fits():
+    instance = big_instance("0.5B", "rtx3090", micro_batches=(1, 2, 64), global_batch=64, device_bytes=9 * 10**9)
+    assert diagnose(instance, budget=40).largest_micro_batch == 2
