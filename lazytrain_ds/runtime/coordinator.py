@@ -18,12 +18,14 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lazytrain_ds.runtime.parameters import ParameterStore
 from lazytrain_ds.runtime.policy import BlockAction, Policy
 
 __all__ = ["LazyCoordinator"]
+
+OUTLASTING = "parameters used around the blocks"
 
 
 def in_backward() -> bool:
@@ -50,6 +52,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._visit: tuple[str, int] | None = None
         self._action = BlockAction()
         self._lent: set[int] = set()
+        self._containers: list[Module] = []
+        self._outlasting: list[Parameter] = []
         self._deferred: int | None = None
         self._training_pass = True
         self._since = 0.0
@@ -72,7 +76,16 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._owner_of = dict(owner_of)
         self._block_of_module = {id(module): block for block, module in block_modules.items()}
         self._whole_blocks = set(block_modules)
+        self._containers = [
+            module
+            for module in root.modules()
+            if id(module) not in owner_of or module is root or self._holds_blocks(module)
+        ]
         self._units.clear()
+
+    def _holds_blocks(self, module: Module) -> bool:
+        inside = (id(child) in self._block_of_module for child in module.modules())
+        return id(module) not in self._block_of_module and any(inside)
 
     # -- no trace ----------------------------------------------------------------------------------------------
     def is_complete_trace(self) -> bool:
@@ -172,7 +185,26 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._action = BlockAction()
         for unit in gone:
             self.store.blocks[unit].in_use = False
+            if phase == "backward" and unit > 0:
+                self._let_outlast(unit)
             self.store.release(unit)
+
+    def _let_outlast(self, unit: int) -> None:
+        """What a module around the blocks uses of `unit` gets a copy of its own until this backward ends.
+
+        Such a parameter may have been used before the first block, so that its gradient is accumulated, with the full
+        shape, after everything else. Block 0 needs no care: its own visit comes last.
+        """
+        for module in self._containers:
+            for parameter in iter_params(module, recurse=False):
+                if (
+                    self.store.block_of[parameter.ds_id] == unit
+                    and parameter.requires_grad
+                    and self.store.view_of(parameter.data) is not None
+                ):
+                    self.store.device.ledger.charge(parameter.ds_numel * parameter.element_size(), OUTLASTING)
+                    parameter.data = parameter.data.clone()
+                    self._outlasting.append(parameter)
 
     def _planned_units(self, block: int) -> tuple[int, ...]:
         """Owners that the plan knows `block` borrows from: their release is the plan's."""
@@ -229,6 +261,11 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                 self._release_unused()
 
     def _release_unused(self) -> None:
+        for parameter in self._outlasting:
+            self.store.device.ledger.discharge(parameter.ds_numel * parameter.element_size(), OUTLASTING)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        self._outlasting.clear()
         self._visit = None
         self._action = BlockAction()
         self._lent.clear()

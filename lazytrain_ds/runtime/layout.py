@@ -1,8 +1,8 @@
-"""How parameters lie in flat host buffers: per block and dtype one buffer, the optimizer's sub-groups first.
+"""How parameters lie in flat host buffers: per block and dtype one for what is trained and one for what is frozen.
 
 A *sub-group* is ZeRO-3's optimizer unit: the trainable parameters of one (parameter group, block). Inside the block's
-buffer every sub-group is contiguous and starts at a 256-byte boundary; frozen parameters follow. So one copy per block
-and dtype brings everything, and an update writes its sub-group in place.
+buffer every sub-group is contiguous and starts at a 256-byte boundary. So one copy brings all of them, an update writes
+its sub-group in place, and a block on NVMe goes home without the frozen weights, which nothing changes.
 """
 
 from __future__ import annotations
@@ -78,18 +78,19 @@ def build_layout(
         in_groups = {id(p) for _, _, members in by_block.get(block, []) for p in members}
         units: list[tuple[int | None, int | None, Sequence[Parameter]]] = list(by_block.get(block, []))
         units += [(None, None, (p,)) for p in owned if id(p) not in in_groups]
-        by_dtype: dict[torch.dtype, list[tuple[int | None, int | None, Sequence[Parameter], int]]] = {}
-        ends: dict[torch.dtype, int] = {}
+        by_kind: dict[tuple[torch.dtype, bool], list[tuple[int | None, int | None, Sequence[Parameter], int]]] = {}
+        ends: dict[tuple[torch.dtype, bool], int] = {}
         for index, group, members in units:
             dtype = members[0].ds_tensor.dtype
+            kind = (dtype, index is None)
             step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-            start = _round_up(ends.get(dtype, 0), step)
-            by_dtype.setdefault(dtype, []).append((index, group, members, start))
-            ends[dtype] = start + sum(numel_of(p) for p in members)
+            start = _round_up(ends.get(kind, 0), step)
+            by_kind.setdefault(kind, []).append((index, group, members, start))
+            ends[kind] = start + sum(numel_of(p) for p in members)
         parts: list[Part] = []
-        for dtype, places in by_dtype.items():
+        for (dtype, frozen), places in by_kind.items():
             entries: list[tuple[Parameter, int, int]] = []
-            part = Part(dtype, ends[dtype], entries, key=f"parameters/{block}/{len(parts)}")
+            part = Part(dtype, ends[dtype, frozen], entries, key=f"parameters/{block}/{len(parts)}")
             for index, group, members, start in places:
                 at = start
                 for p in members:

@@ -21,7 +21,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
-from lazytrain_ds.errors import DeviceMemoryError, PlanError
+from lazytrain_ds.errors import DeviceMemoryError, LazyTrainError, PlanError
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.swap import aligned_empty
 
@@ -344,8 +344,14 @@ class ParameterStore:
             self.release(block.index, force=True)
 
     def close(self) -> None:
-        """Give every slot back, residents and pooled ones too."""
-        self.release_all()
+        """Give every slot back, residents and pooled ones too, also those whose copy failed with its update."""
+        for block in self.blocks:
+            block.holds = 0
+            try:
+                self.release(block.index, force=True)
+            except LazyTrainError:  # raised to the user by the worker's own drain
+                for part in block.parts:
+                    part.event = part.staging = None
         done = self.device.record()
         for block in self.blocks:
             block.pooled = False
