@@ -32,8 +32,8 @@ def solver_type(name: str) -> mathopt.SolverType:
     """The MathOpt solver called `name`; PlanError for another name."""
     if name == "cp_sat":
         raise PlanError(
-            "solver 'cp_sat' takes integers only and would round this model's times to whole units (and call the result "
-            "optimal); use 'highs' or 'scip'"
+            "solver 'cp_sat' takes integers only: it would round this model's times to whole units and call the result "
+            "optimal; use 'highs' or 'scip'"
         )
     if name not in SOLVERS:
         raise PlanError(f"unknown solver {name!r}; there are {', '.join(SOLVERS)}")
