@@ -3,6 +3,8 @@
     python -m benchmarks.planner_scenarios check [--part K/N] [--names a,b]   # solve and compare with the stored file
     python -m benchmarks.planner_scenarios update [--part K/N]               # keep better times, add new scenarios
 
+    python -m benchmarks.planner_scenarios list                              # stored gaps above 3 %, and the median
+
 A scenario is a shape, a machine and a few numbers; its Instance is made by planner_instances.py, so the file stays
 small. Failure classes: `infeasible` (a plan was known), `slower` (more than TOLERANCE above the best known time),
 `worse than rule`, `over cap`, `digest` (the scenario itself changed: update the file deliberately).
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -142,7 +145,7 @@ def _store(entries: dict[str, dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("check", "update"))
+    parser.add_argument("command", choices=("check", "update", "list"))
     parser.add_argument("--part", default="1/1", help="K/N: every N-th scenario, starting with the K-th")
     parser.add_argument("--names", default="")
     parser.add_argument("--seconds", type=float, default=None, help="the solver's time limit (600: ten minutes)")
@@ -151,6 +154,13 @@ def main() -> int:
     wanted = options.names.split(",") if options.names else None
     bad = 0
     entries = load()
+    if options.command == "list":
+        gaps = {n: e["best_seconds"] / e["bound_seconds"] - 1 for n, e in entries.items() if e["best_seconds"]}
+        for name, gap in sorted(gaps.items(), key=lambda item: -item[1]):
+            if gap > 0.03:
+                print(f"{name:24s} {gap:.1%} above its bound")
+        print(f"{len(entries)} scenarios, {len(gaps)} feasible, median gap {statistics.median(gaps.values()):.2%}")
+        return 0
     for index, (name, keywords) in enumerate(specifications().items()):
         if (wanted and name not in wanted) or (not wanted and index % parts != part - 1):
             continue

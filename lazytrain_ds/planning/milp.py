@@ -6,7 +6,6 @@ each row holds); its counts are what `arrange.py` turns into plans.
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +22,6 @@ SOLVERS: Final = {
     "auto": mathopt.SolverType.HIGHS,
     "highs": mathopt.SolverType.HIGHS,
     "scip": mathopt.SolverType.GSCIP,
-    "cp_sat": mathopt.SolverType.CP_SAT,
 }
 
 # Weight of the tie-breaker (an effort of at most 1): among equal times, move little. Subtracted from the bound again.
@@ -32,6 +30,11 @@ _TIE: Final = 1e-4
 
 def solver_type(name: str) -> mathopt.SolverType:
     """The MathOpt solver called `name`; PlanError for another name."""
+    if name == "cp_sat":
+        raise PlanError(
+            "solver 'cp_sat' takes integers only: it would round this model's times to whole units and call the result "
+            "optimal; use 'highs' or 'scip'"
+        )
     if name not in SOLVERS:
         raise PlanError(f"unknown solver {name!r}; there are {', '.join(SOLVERS)}")
     return SOLVERS[name]
@@ -314,12 +317,7 @@ class CountModel:
         self, *, solver: str = "auto", gap: float = 1e-3, node_limit: int = 5_000, hint: dict[Key, float] | None = None
     ) -> CountSolution:
         """Solve to `gap` or `node_limit`. Raises PlanError where the solver fails (infeasible is a status)."""
-        parameters = mathopt.SolveParameters(relative_gap_tolerance=gap)
-        if solver != "cp_sat":
-            parameters.node_limit = node_limit
-        else:
-            parameters.time_limit = datetime.timedelta(seconds=30)
-            parameters.threads = 1
+        parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, node_limit=node_limit)
         model_parameters = mathopt.ModelSolveParameters()
         if hint is not None and solver != "highs" and solver != "auto":
             values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}

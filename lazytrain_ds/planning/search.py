@@ -28,6 +28,8 @@ _PARTNERS: Final = 4
 # Pairs of moves simulated in one round, the model's favourites.
 _PAIRS: Final = 24
 
+# Up to this many blocks all pairs of changes are tried, not the model's favourites only.
+_FEW_BLOCKS: Final = 8
 # Moves on either side of a pair.
 _HALVES: Final = 16
 
@@ -246,6 +248,8 @@ class Search:
 
     def _pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """Two moves at once, one that costs memory or time and one that pays for it; the count model proposes them."""
+        if plan.block_count <= _FEW_BLOCKS:
+            return self._all_pairs(plan, outcome)
         if not outcome.fits:
             return None  # time is no guide before the plan fits
         model = self.model(plan.optimizer_step)
@@ -276,6 +280,25 @@ class Search:
             result = self._try(candidate, outcome)
             if result is not None:
                 return candidate, result
+        return None
+
+    def _all_pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """On a short model: any two changes of one block each."""
+        aspects = (*self.freedom.aspects, *self.freedom.leads)
+        changes = [
+            (block, aspect, target)
+            for name, aspect, source, target in self.space.pairs(plan, aspects)
+            for block in self.space.holders(plan, name, aspect)[source]
+        ]
+        for index, (block, aspect, target) in enumerate(changes):
+            half = self.space.moved(plan, [block], aspect, target)
+            for other, second, value in changes[index + 1 :]:
+                if self.left <= 0:
+                    return None
+                candidate = self.space.moved(half, [other], second, value)
+                result = self._try(candidate, outcome)
+                if result is not None:
+                    return candidate, result
         return None
 
     def _swaps(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:

@@ -65,7 +65,7 @@ def solve(
 
     `placement`: take parameters, optimizer, micro-batch, rounds and step mode from this plan and decide activations
     only. `kind`: "auto" (everything), "paper" (the published activation program) or a rule's name. `gap`: stop looking
-    once the plan is this close to its bound. `solver`: "auto", "highs", "scip" or "cp_sat".
+    once the plan is this close to its bound. `solver`: "auto", "highs" or "scip".
     Raises InfeasibleError with the shortages when nothing fits, PlanError for a kind or placement outside the space.
     """
     with _no_collector():

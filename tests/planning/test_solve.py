@@ -52,5 +52,7 @@ def test_named_kinds_give_their_plan(kind):
 def test_an_unknown_kind_or_solver_is_named():
     with pytest.raises(PlanError, match="unknown planner kind 'best'"):
         solve(INSTANCE, kind="best")
+    with pytest.raises(PlanError, match="'cp_sat' takes integers only"):
+        solve(INSTANCE, kind="paper", solver="cp_sat")
     with pytest.raises(PlanError, match="unknown solver 'cplex'"):
         solve(INSTANCE, kind="paper", solver="cplex")
