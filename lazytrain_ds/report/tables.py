@@ -105,7 +105,11 @@ def plan_table(instance: Instance, plan: Plan) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("class", "blocks", "activations", "boundary", "parameters", "states"):
         table.add_column(
-            name, justify="right" if name == "blocks" else "left", no_wrap=name == "class", overflow="fold"
+            name,
+            justify="right" if name == "blocks" else "left",
+            no_wrap=name == "class",
+            min_width=11 if name == "activations" else None,
+            overflow="fold",
         )
     counts: dict[tuple[str, tuple[str, str, str, str]], int] = {}
     for index, name in enumerate(instance.order):
