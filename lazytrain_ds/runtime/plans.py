@@ -38,8 +38,8 @@ from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.build import Training, build_instance
-from lazytrain_ds.workload.profile import Profile, profile_model
-from lazytrain_ds.workload.trace import TraceError, trace_with_inputs
+from lazytrain_ds.workload.profile import profile_call, profile_model
+from lazytrain_ds.workload.trace import TraceError
 
 __all__ = ["PlanBook"]
 
@@ -341,10 +341,15 @@ class PlanBook:
             return False
         model = self.engine.module
         try:
-            trace = trace_with_inputs(
-                model, self.table, inputs, kwargs, dtype=self.dtype, device=self.device.torch_device.type
+            profile = profile_call(
+                model,
+                self.table,
+                inputs,
+                kwargs,
+                micro_batch=rows,
+                dtype=self.dtype,
+                device=self.device.torch_device.type,
             )
-            profile = Profile({rows: trace}, "traced", trace.notes)
         except TraceError:
             profile = profile_model(
                 model, self.table, [rows], length, dtype=self.dtype, device=self.device.torch_device.type
