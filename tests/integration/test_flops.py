@@ -72,9 +72,7 @@ def test_the_planner_knows_the_same_figures(kept, tmp_path):
     costs = [instance.costs(block, 2) for block in range(1, BLOCKS + 1)]
     attention = sum(c.forward_flops for c in costs) - 2 * block_weights(gpt(blocks=BLOCKS)) * TOKENS
     assert attention >= 0
-    checkpointed, _, _ = counted(
-        lambda: gpt(blocks=BLOCKS), config(plan_block(segments(instance, 1), tmp_path))
-    )
+    checkpointed, _, _ = counted(lambda: gpt(blocks=BLOCKS), config(plan_block(segments(instance, 1), tmp_path)))
     assert checkpointed - total == sum(c.menu[-1].recompute_flops for c in costs) - attention
 
 
