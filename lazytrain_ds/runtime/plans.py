@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from lazytrain_ds.planning.rules import RULES
 from lazytrain_ds.planning.schema import TIERS, Precision, digest
 from lazytrain_ds.planning.simulator import predict
 from lazytrain_ds.planning.solve import solve
+from lazytrain_ds.runtime.activations.replay import RandomState
 from lazytrain_ds.runtime.device import make_device
 from lazytrain_ds.runtime.machine import host_threads, local_hardware
 from lazytrain_ds.runtime.monitor import Monitor
@@ -38,7 +41,7 @@ from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.build import Training, build_instance
-from lazytrain_ds.workload.profile import profile_call, profile_model
+from lazytrain_ds.workload.profile import Profile, profile_call, profile_model
 from lazytrain_ds.workload.trace import TraceError
 
 __all__ = ["PlanBook"]
@@ -94,6 +97,21 @@ def allowed_by(config: LazyTrainConfig, world_size: int, own_optimizer: bool = T
         optimizer_tiers=forced(config.optimizer_states, state_tiers, "optimizer_states"),
         step_modes=("hidden", "serial") if world_size == 1 else ("serial",),
     )
+
+
+@contextmanager
+def generators_untouched(device: torch.device) -> Iterator[None]:
+    """Tracing runs the model's code: whatever random numbers that draws, the training sees its own."""
+    python, tensors = random.getstate(), RandomState.capture(device)
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        tensors.set()
+        if numpy is not None:
+            numpy.random.set_state(arrays)
 
 
 def best_of_rules(solved: Callable[[str], Plan]) -> Plan:
@@ -168,7 +186,8 @@ class PlanBook:
             step_devices=("host", "device") if own and on_cpu and self.world_size == 1 else ("host",),
             quantizable=self._quantizable(optimizer),
         )
-        profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
+        with generators_untouched(self.device.torch_device):
+            profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
         self._note(profile.notes)
         self.table = table
         instance = build_instance(model, table, profile, self.hardware, self._training, dtype=dtype)
@@ -340,20 +359,8 @@ class PlanBook:
         if rows * length <= self._seen[0] * self._seen[1] and self._seen != (0, 0):
             return False
         model = self.engine.module
-        try:
-            profile = profile_call(
-                model,
-                self.table,
-                inputs,
-                kwargs,
-                micro_batch=rows,
-                dtype=self.dtype,
-                device=self.device.torch_device.type,
-            )
-        except TraceError:
-            profile = profile_model(
-                model, self.table, [rows], length, dtype=self.dtype, device=self.device.torch_device.type
-            )
+        with generators_untouched(self.device.torch_device):
+            profile = self._profile(rows, length, inputs, kwargs)
         self._note(profile.notes)
         rounds = self.placement.rounds
         training = replace(self._training, global_batch=rows * rounds * self.world_size, sequence_length=length)
@@ -366,6 +373,14 @@ class PlanBook:
             self._setup.coordinator.policy = self.policy
         self._seen = (rows, length)  # only now: a shape that was refused is refused again
         return True
+
+    def _profile(self, rows: int, length: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Profile:
+        """What this very call needs; where it cannot be traced, what its shape needs."""
+        model, dtype, device = self.engine.module, self.dtype, self.device.torch_device.type
+        try:
+            return profile_call(model, self.table, inputs, kwargs, micro_batch=rows, dtype=dtype, device=device)
+        except TraceError:
+            return profile_model(model, self.table, [rows], length, dtype=dtype, device=device)
 
     @staticmethod
     def _with_legal_activations(placement: Plan, instance: Instance) -> Plan:
