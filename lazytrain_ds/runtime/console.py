@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from lazytrain_ds.planning.plan import Plan
 __all__ = ["Console", "plan_lines"]
 
 REPORT_AFTER_STEPS = 5
+NAMES_SHOWN = 8
 
 
 def plan_lines(instance: Instance, plan: Plan) -> list[str]:
@@ -69,6 +71,7 @@ class Console:
         self._last: float | None = None
         self._steps: list[float] = []
         self._done = 0
+        self._noted: set[str] = set()
 
     def say(self, text: str) -> None:
         """One message, flushed."""
@@ -78,6 +81,22 @@ class Console:
     def plan(self, instance: Instance, plan: Plan, what: str) -> None:
         """Print a plan."""
         self.say(f"plan ({what}) by {plan.origin or 'file'}:\n" + "\n".join(plan_lines(instance, plan)))
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Print each note once."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.say(f"note: {note}")
+
+    def untrained(self, names: Sequence[str]) -> None:
+        """Say which trainable parameters got no gradient in the first step."""
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            self.say(
+                f"warning: no gradient in the first step for {', '.join(names[:NAMES_SHOWN])}{more}; "
+                "they stay as they are. Freeze them (requires_grad=False) if that is meant"
+            )
 
     def step_done(self) -> None:
         """Count a step; after five, print predicted against measured (the first step is left out: it warms up)."""

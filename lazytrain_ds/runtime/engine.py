@@ -76,6 +76,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_console = Console(self)
         if self._lt_setup is not None:
             self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
+            self._lt_console.notes(self._lt_book.notes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_lt_"):  # set before Module.__init__ has run, and never a submodule
@@ -172,6 +173,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         if self._lt_book.replan_for(inputs, kwargs):
             self._lt_use_plan()
             self._lt_console.plan(self._lt_book.instance, self._lt_book.plan, "activations")
+            self._lt_console.notes(self._lt_book.notes)
         self._lt_activations.micro_step_begins()
         self._lt_micro_step_open = True
         try:
@@ -188,14 +190,23 @@ class LazyTrainEngine(DeepSpeedEngine):
             self._lt_activations.backward_begins()
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        counts = self._lt_hook_counts() if retain_graph else []
         try:
             result = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         except BaseException:
             self._lt_abort()
             raise
+        for attributes, name, count in counts:  # upstream counts them down to 0 and then fetches nothing any more
+            attributes[name] = count
         if not retain_graph:
             self._lt_end_micro_step()
         return result
+
+    def _lt_hook_counts(self) -> list[tuple[dict[str, Any], str, int]]:
+        """How often DeepSpeed's hooks of each module have to fire in the coming backward."""
+        names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+        attributes = [module.__dict__ for module in self.module.modules()]
+        return [(entries, name, entries[name]) for entries in attributes for name in names if name in entries]
 
     def _lt_end_micro_step(self) -> None:
         if self._lt_micro_step_open:
@@ -213,6 +224,9 @@ class LazyTrainEngine(DeepSpeedEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         at_boundary = self.is_gradient_accumulation_boundary()
         self._lt_end_micro_step()
+        if at_boundary and self.global_steps == 0 and isinstance(self.optimizer, LazyStage3):
+            untrained = self.optimizer.lazytrain_without_gradient()
+            self._lt_console.untrained([self.param_names[parameter] for parameter in untrained])
         super().step(lr_kwargs)
         if self._lt_book is not None:
             self._lt_book.monitor.micro_step += 1

@@ -49,6 +49,11 @@ __all__ = ["PlanBook"]
 DEFAULT_SEQUENCE_LENGTH = 2048
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
+INERT_SECTION = (
+    'the section "activation_checkpointing" does nothing by itself in DeepSpeed, and here the plan decides what is '
+    'recomputed and where boundaries are; set "lazytrain.activations" to decide it yourself'
+)
+
 
 def model_length(model: torch.nn.Module) -> int | None:
     """The sequence length that a model's own config names, None where it has none."""
@@ -189,6 +194,8 @@ class PlanBook:
         with generators_untouched(self.device.torch_device):
             profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
         self._note(profile.notes)
+        if dict(self.engine.config).get("activation_checkpointing"):
+            self._note((INERT_SECTION,))
         self.table = table
         instance = build_instance(model, table, profile, self.hardware, self._training, dtype=dtype)
         plan = self._choose(instance, None)

@@ -469,6 +469,10 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
             for block in self._lt_layout.blocks:
                 self._lt_store.updated(block.index)
 
+    def lazytrain_without_gradient(self) -> list[Parameter]:
+        """Trainable parameters without a gradient in the step under way (with more ranks: none are named)."""
+        return self._lt_gradients.missing(self._lt_norm_order) if self._lt_one_rank else []
+
     @contextmanager
     def lazytrain_paused(self) -> Iterator[None]:
         """No update is under way inside: for whoever replaces plans or states."""
