@@ -184,7 +184,7 @@ class PlannerConfig(_Section):
     """
 
     kind: Annotated[str, _choice(AUTO, "milp", "rules", "paper", *RULES)] = AUTO
-    solver: Annotated[str, _choice(AUTO, "highs", "scip", "cp_sat")] = AUTO
+    solver: Annotated[str, _choice(AUTO, "highs", "scip")] = AUTO
     time_limit: Annotated[float | Auto, _or_auto(_number_from(0, exclusive=True))] = "auto"
     gap: Annotated[float | Auto, _or_auto(_number_from(0, exclusive=False))] = "auto"
 

@@ -110,6 +110,10 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
     def initialize_ds_offload(self, *args: Any, **kwargs: Any) -> Any:
         if not self._lt_one_rank:
             return super().initialize_ds_offload(*args, **kwargs)
+        module = kwargs["module"] if "module" in kwargs else args[0]
+        scalars = [p for p in module.parameters() if p.dim() == 0 and not hasattr(p, "ds_id")]
+        for parameter in scalars:  # upstream views each parameter as bytes, which a tensor without dimensions refuses
+            parameter.data = parameter.data.view(1)
         with _SWAP_LOCK:  # upstream looks the class up in its module's globals
             upstream = parameter_offload.PartitionedParameterCoordinator
             parameter_offload.PartitionedParameterCoordinator = LazyCoordinator
@@ -117,6 +121,8 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
                 return super().initialize_ds_offload(*args, **kwargs)
             finally:
                 parameter_offload.PartitionedParameterCoordinator = upstream
+                for parameter in scalars:
+                    parameter.ds_shape = torch.Size([])
 
     def _create_fp16_sub_groups(self, params_group: list[Parameter]) -> list[list[Parameter]]:
         by_block: dict[int, list[Parameter]] = {}
@@ -200,7 +206,8 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
 
             def show(parameter: Parameter = parameter) -> None:
                 shape = parameter.ds_shape
-                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(shape)
+                one = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = one.as_strided(shape, (0,) * len(shape))
 
             def hide(parameter: Parameter = parameter) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
