@@ -392,18 +392,15 @@ class PlanBook:
     @staticmethod
     def _with_legal_activations(placement: Plan, instance: Instance) -> Plan:
         """The placement with keep-everything activations: its own choices may not be on the new menus."""
-        blocks = tuple(
-            replace(
-                block,
-                choice=instance.costs(index, placement.micro_batch).menu[0].name,
-                boundary="device"
-                if "device" in instance.allowed.boundary_tiers
-                else instance.allowed.boundary_tiers[0],
-                saved_tier="device",
-            )
-            for index, block in enumerate(placement.blocks)
-        )
-        return replace(placement, blocks=blocks)
+        allowed = instance.allowed
+        boundary = "device" if "device" in allowed.boundary_tiers else allowed.boundary_tiers[0]
+        saved = "device" if "device" in allowed.saved_tiers else allowed.saved_tiers[0]
+        blocks = []
+        for index, block in enumerate(placement.blocks):
+            keep = instance.costs(index, placement.micro_batch).menu[0]
+            saved_tier = saved if keep.offloadable_bytes else "device"
+            blocks.append(replace(block, choice=keep.name, boundary=boundary, saved_tier=saved_tier))
+        return replace(placement, blocks=tuple(blocks))
 
     def actions(self) -> list[ActivationAction]:
         """What to do with each block's activations under the plan in force."""

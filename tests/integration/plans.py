@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from lazytrain_ds.planning.instance import Instance
-from lazytrain_ds.planning.plan import BlockPlan, Plan
+from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 
 
 def random_plan(instance: Instance, seed: int) -> Plan:
@@ -16,6 +16,12 @@ def random_plan(instance: Instance, seed: int) -> Plan:
     longest_lead = min(3, allowed.longest_lead)
     blocks: list[BlockPlan] = []
     segment = 0
+    groups = [
+        SubGroupPlan(tier, mode.precision, mode.step_device)
+        for tier in allowed.optimizer_tiers
+        for mode in instance.optimizer_modes
+        if (mode.step_device == "device") == (tier == "device")
+    ]
     for index in range(instance.block_count):
         menu = instance.costs(index, micro_batch).menu
         # Recomputed blocks come in runs, or segments would be rare.
@@ -36,6 +42,7 @@ def random_plan(instance: Instance, seed: int) -> Plan:
                 keep_parameters=draw.random() < 0.4,
                 parameter_lead=draw.randint(0, longest_lead),
                 activation_lead=draw.randint(0, longest_lead),
+                optimizer=draw.choice(groups),
             )
         )
     plan = Plan(

@@ -266,8 +266,10 @@ def test_activations_on_nvme(make, tmp_path):
     def went_there(engine: Any) -> None:
         store = engine._lt_book.nvme_store
         assert store.directory.parent == swap
-        assert store.bytes_written >= 3 * 2**20
-        assert engine._lt_activations.counters.offloaded_bytes["nvme"] == store.bytes_written
+        activations = engine._lt_activations.counters.offloaded_bytes["nvme"]
+        assert activations >= 3 * 2**20
+        states = any(block.optimizer.tier == "nvme" for block in engine.lazytrain_plan.blocks)
+        assert store.bytes_written > activations if states else store.bytes_written >= activations
 
     forced = config({"activations": "nvme", **nvme})
     run(make, forced, tokens(3), check=went_there).assert_identical(expected)
