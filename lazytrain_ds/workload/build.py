@@ -220,22 +220,20 @@ class _Builder:
         return self.dtype if self.dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
 
     def _buffer_bytes(self, owned: Sequence[tuple[str, nn.Parameter]]) -> int:
-        """Bytes of the block's flat buffers, one per dtype: the trainable parameters, then each frozen one, aligned.
+        """Bytes of the block's flat buffers: per dtype one of trainable parameters and one of frozen ones, aligned.
 
         One optimizer parameter group is assumed; each further one adds less than `ALIGNMENT_BYTES` per block.
         """
-        ends: dict[torch.dtype, int] = {}
-        trainable_started: set[torch.dtype] = set()
+        ends: dict[tuple[torch.dtype, bool], int] = {}
         for trainable in (True, False):
             for _, parameter in owned:
                 if parameter.requires_grad is not trainable:
                     continue
                 dtype = self._compute_dtype(parameter)
-                end = ends.get(dtype, 0)
-                if not trainable or dtype not in trainable_started:
+                end = ends.get((dtype, trainable), 0)
+                if not trainable:
                     end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-                    trainable_started.add(dtype)
-                ends[dtype] = end + parameter_numel(parameter) * dtype.itemsize
+                ends[dtype, trainable] = end + parameter_numel(parameter) * dtype.itemsize
         return sum(ends.values())
 
     def _dtype_name(self, owned: Sequence[tuple[str, nn.Parameter]]) -> str:

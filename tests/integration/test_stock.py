@@ -118,6 +118,7 @@ def test_two_engines_in_one_process_do_not_notice_each_other(first):
             engine.destroy()
 
 
+@pytest.mark.slow  # two minutes on a loaded machine
 def test_two_planned_engines_share_nothing(tmp_path):
     """Both with activations on NVMe under one path: directories of their own, gone with their engines."""
     swap = tmp_path / "swap"
