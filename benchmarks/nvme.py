@@ -11,10 +11,6 @@ A GPT-like stack of 12 blocks of hidden 1,024 (151 M parameters), parameters and
 Each is a process that lives through the whole run; in a round each does a turn of a few steps, so that the machine's
 other load hits all alike, and ratios are taken within rounds. LazyTrain gets `--host-cap` as its `host_memory`; what
 each process really holds beside its start is printed.
-
-Few tokens, because this is about the disk, and fp32, because many CPUs multiply bf16 slowly. Stock DeepSpeed 0.19.8
-cannot keep fp32 parameters on NVMe on a CPU (`Init._set_dtype`, partition_parameters.py:409, makes its buffers bf16
-whatever it is told, and the first matmul fails); `stock` runs with that one line corrected.
 """
 
 from __future__ import annotations
