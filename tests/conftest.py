@@ -32,3 +32,17 @@ def child_environment() -> dict[str, str]:
     # The `deepspeed` launcher and ninja live beside the interpreter.
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return environment
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_functional_linear():
+    """Each test file begins with torch's own `torch.nn.functional.linear`.
+
+    `zero.Init` and ZeRO-3 put their own in its place and leave it there, which changes what every later test of the
+    same process saves for backward.
+    """
+    from torch.nn import functional
+
+    linear = functional.linear
+    yield
+    functional.linear = linear
