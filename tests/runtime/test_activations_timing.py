@@ -16,7 +16,6 @@ from lazytrain_ds.runtime.activations import ActivationRuntime
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
 from tests.runtime.activation_tools import (
     GPT,
-    KEEP,
     FakeStore,
     action,
     assert_nothing_left,
@@ -241,38 +240,3 @@ def test_prefetches_are_issued_in_the_order_of_use_when_the_gradient_arrives(mod
         ("recompute", 2), ("recompute", 3), ("activation_prefetch", 0), ("recompute", 2),
         ("recompute", 0), ("recompute", 1), ("recompute", 0),
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_keep_all_costs_at_most_two_percent_of_a_steps_cpu_time():
-    """Hidden 512, 12 blocks, 128 tokens, medians of 20 interleaved steps, per-thread CPU time."""
-    torch.manual_seed(0)
-    big = GPT(12, width=512, length=128)
-    big_step = language_step(length=128, batch=1)
-    blocks = list(big.blocks)
-
-    class NoSlots:
-        def hold(self, index: int):
-            raise AssertionError("keep-all never holds")
-
-        def view_of(self, tensor: torch.Tensor) -> None:
-            tensor.untyped_storage().data_ptr()  # what the parameter store does for each saved tensor
-
-    def seconds(runtime: ActivationRuntime | None) -> float:
-        started = time.thread_time()
-        run_pass(big, big_step, runtime, micro_steps=1)
-        return time.thread_time() - started
-
-    with_us, without = [], []
-    run_pass(big, big_step)
-    for turn in range(20):
-        with running(big, blocks, [KEEP] * 12, parameters=NoSlots()) as runtime:
-            if turn % 2:
-                with_us.append(seconds(runtime))
-        without.append(seconds(None))
-        with running(big, blocks, [KEEP] * 12, parameters=NoSlots()) as runtime:
-            if not turn % 2:
-                with_us.append(seconds(runtime))
-    ratio = statistics.median(with_us) / statistics.median(without)
-    print(f"keep-all: {ratio:.4f} of the CPU time per step without us")
-    assert ratio <= 1.02, (ratio, sorted(with_us), sorted(without))
