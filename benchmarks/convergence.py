@@ -118,7 +118,7 @@ def standard_library_bytes() -> torch.Tensor:
 
 def text_run(kind: str, seed: int, steps: int) -> dict:
     data = standard_library_bytes()
-    cut, context, rows = int(0.9 * len(data)), 128, 8
+    cut, context, rows = int(0.9 * len(data)), 64, 8
     torch.manual_seed(seed)
     model = GPT(256, context, 192, 4, 6)
 
