@@ -53,6 +53,7 @@ def assert_nothing_is_left(session: int, swap: Path) -> None:
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """In a session of its own, where Ctrl-C works: a shell's background jobs ignore it, and so would their children."""
     environment = {**environment, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "1"}
     return subprocess.Popen(
         arguments,
@@ -61,6 +62,7 @@ def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
