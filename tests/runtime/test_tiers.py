@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import random
 import tempfile
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,6 +24,7 @@ from torch import nn
 from lazytrain_ds.optim.fused_adamw import FusedAdamW
 from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
 from lazytrain_ds.planning.plan import SubGroupPlan
+from lazytrain_ds.runtime.device.emulated import EmulatedDevice, Emulation
 from lazytrain_ds.runtime.swap import NvmeStore
 from tests.runtime.test_nvme_tiers import Wide
 from tests.runtime.test_stage3 import assert_same, train
@@ -93,15 +97,15 @@ def calls(count: int, dtype: str):
     return result
 
 
-def run(arrange, dtype, accumulation, steps, optimizer_type=FusedAdamW):
+def run(arrange, dtype, accumulation, steps, optimizer_type=FusedAdamW, device=None, throttle=None):
     """(losses and norms, weights) of a run under a plan."""
     torch.manual_seed(0)
     model = Wide(WIDTHS[dtype])
     optimizer = optimizer_type(groups(model), **ADAM)
     warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": RATES, "warmup_num_steps": 10}}
     config = zero3_config(dtype, accumulation, clip=CLIP, scheduler=warm_up)
-    with tempfile.TemporaryDirectory() as directory, NvmeStore(directory) as store:
-        engine = engine_for(model, config, 0, optimizer=optimizer, nvme=store, arrange=arrange)
+    with tempfile.TemporaryDirectory() as directory, NvmeStore(directory, throttle=throttle) as store:
+        engine = engine_for(model, config, 0, device=device, optimizer=optimizer, nvme=store, arrange=arrange)
         try:
             losses = []
             for number, call in enumerate(calls(steps * accumulation, dtype)):
@@ -177,6 +181,23 @@ def test_8bit_states_in_mixed_tiers_are_exact(dtype):
     expected = reference(*kind)
     assert_same(run(covering_plan(0, "hidden"), *kind), expected)
     assert expected[0] != reference(dtype, 1, 4)[0], "8-bit moments round"
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("LAZYTRAIN_TEST_SEEDS", "4"))))
+def test_nan_in_freed_slots_and_random_delays_on_all_channels_change_nothing(seed):
+    """`LAZYTRAIN_TEST_SEEDS=50` runs fifty. What is read too late is NaN, and every transfer may be the last one."""
+    dtype, accumulation = ("fp32", "bf16")[seed // 2 % 2], (1, 4)[seed // 4 % 2]
+    delay = random.Random(seed)
+    device = EmulatedDevice(Emulation(10**9, h2d=4e9, d2h=4e9, debug=True, seed=seed))
+    try:
+        found = run(
+            covering_plan(seed % 2, "hidden"), dtype, accumulation, 3, device=device,
+            throttle=lambda *_: time.sleep(delay.choice((0.0, 0.0, 0.002, 0.01))),
+        )  # fmt: skip
+        assert device.ledger.live_bytes == 0
+    finally:
+        device.close()
+    assert_same(found, reference(dtype, accumulation, 3))
 
 
 @pytest.mark.slow
