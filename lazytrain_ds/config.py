@@ -18,8 +18,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from lazytrain_ds.errors import ConfigError, NotAvailableYetError, UnsupportedError
 
 __all__ = [
+    "AUTO",
     "BLOCK",
+    "LIMITS",
     "NOT_YET",
+    "PREFIXED_LIMITS",
+    "ZERO",
     "LazyTrainConfig",
     "PlannerConfig",
     "ProfileConfig",
@@ -425,7 +429,7 @@ class RewrittenConfig(dict[str, Any]):
 
 
 # ZeRO-3 limits that would fight the plan. (name without prefix, new value, why)
-_LIMITS: Final = (
+LIMITS: Final = (
     ("sub_group_size", sys.maxsize, "sub-groups are one per block"),
     ("prefetch_bucket_size", 0, "the plan prefetches"),
     ("param_persistence_threshold", 0, "the plan decides what is resident"),
@@ -433,7 +437,7 @@ _LIMITS: Final = (
     ("max_live_parameters", sys.maxsize, "the plan keeps device memory under its cap"),
     ("max_reuse_distance", 0, "the plan decides what is kept"),
 )
-_PREFIXED: Final = frozenset(name for name, _, _ in _LIMITS) - {"sub_group_size"}
+PREFIXED_LIMITS: Final = frozenset(name for name, _, _ in LIMITS) - {"sub_group_size"}
 _DEPRECATED_OFFLOAD: Final = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 
 
@@ -441,7 +445,7 @@ def rewrite(config: Mapping[str, Any]) -> tuple[RewrittenConfig, list[Replacemen
     """The config DeepSpeed gets to see, and what was replaced in it. The argument is left alone.
 
     Both offloads become `cpu`, with the user's `pin_memory`, so that DeepSpeed builds neither its swapper nor async_io;
-    the limits of `_LIMITS` are lifted. The block itself stays, so that DeepSpeed's printed config shows it.
+    the limits of `LIMITS` are lifted. The block itself stays, so that DeepSpeed's printed config shows it.
     """
     new = RewrittenConfig({key: _copy(value) for key, value in config.items()})
     zero: dict[str, Any] = new[ZERO]
@@ -471,8 +475,8 @@ def rewrite(config: Mapping[str, Any]) -> tuple[RewrittenConfig, list[Replacemen
         if key in zero:
             replaced.append(Replacement(f"{ZERO}.{key}", zero.pop(key), None, "deprecated; the plan places each block"))
 
-    for name, value, why in _LIMITS:
-        spelling = f"stage3_{name}" if name in _PREFIXED else name
+    for name, value, why in LIMITS:
+        spelling = f"stage3_{name}" if name in PREFIXED_LIMITS else name
         for alias in dict.fromkeys((spelling, name)):
             old_value = zero.pop(alias, None)
             if old_value is not None and old_value not in (value, AUTO):

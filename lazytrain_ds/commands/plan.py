@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lazytrain_ds.commands.question import Question, ask, divisors, read_config_file, with_capacity
@@ -40,12 +39,12 @@ def run(arguments: Namespace) -> int:
     )
     question = replace(question, notes=(*said, *question.notes))
 
-    from rich.console import Console
-
     from lazytrain_ds.planning.solve import solve
+    from lazytrain_ds.report.screen import STDOUT, screen
     from lazytrain_ds.report.tables import format_count, plan_tables, speed_lines, speed_of
 
-    console = Console(highlight=False)
+    console = screen()
+    console.quiet = arguments.json == STDOUT  # then the JSON is the only output
     say = partial(console.print, markup=False, soft_wrap=True)
     title = f"{question.instance.name}: {format_count(question.instance.parameter_count)} parameters on {hardware.name}"
     say(title, style="bold")
@@ -73,17 +72,14 @@ def run(arguments: Namespace) -> int:
 
 
 def _write(target: str | None, summary: Mapping[str, Any], instance: Instance, plan: Plan | None) -> None:
-    if target is None:
-        return
+    from lazytrain_ds.report.screen import write_json
+
     whole = {
         **summary,
         "plan": json.loads(plan.to_json()) if plan is not None else None,
         "instance": json.loads(to_json(instance)),
     }
-    try:
-        Path(target).expanduser().write_text(json.dumps(whole, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {target}: {error.strerror}") from error
+    write_json(target, whole)
 
 
 def machine_of(arguments: Namespace, block: LazyTrainConfig) -> tuple[HardwareSpec, tuple[str, ...]]:
