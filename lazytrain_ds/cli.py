@@ -64,6 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--nvme-space", metavar="SIZE", help="cap")
     plan.add_argument("--micro-batch", metavar="N", help='a number, or "auto": the planner chooses, global batch kept')
     plan.add_argument("--global-batch", type=int, metavar="N", help="samples per optimizer step")
+    plan.add_argument(
+        "--write-config", metavar="FILE", help="write the config there with the planned batch sizes and this command"
+    )
     _json(plan)
 
     explain = commands.add_parser(
@@ -137,7 +140,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status. With `--debug` errors are raised instead of said."""
-    arguments = make_parser().parse_args(argv)
+    typed = list(sys.argv[1:] if argv is None else argv)
+    arguments = make_parser().parse_args(typed)
+    arguments.typed = typed
     try:
         module = importlib.import_module(f"lazytrain_ds.commands.{arguments.command}")
         status: int = module.run(arguments)

@@ -19,7 +19,9 @@ from lazytrain_ds.errors import ConfigError, NotAvailableYetError, UnsupportedEr
 
 __all__ = [
     "AUTO",
+    "BATCH_KEYS",
     "BLOCK",
+    "EXCLUDED",
     "LIMITS",
     "NOT_YET",
     "PREFIXED_LIMITS",
@@ -345,7 +347,7 @@ def require_stage_3(config: Mapping[str, Any]) -> None:
         )
 
 
-_BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> None:
@@ -353,7 +355,7 @@ def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> 
 
     With `batch_only`, look at the batch keys alone (Hugging Face resolves the rest between zero.Init and initialize).
     """
-    names = [key for key in _BATCH_KEYS if config.get(key) == AUTO]
+    names = [key for key in BATCH_KEYS if config.get(key) == AUTO]
     if not batch_only:
         names += ["gradient_clipping"] if config.get("gradient_clipping") == AUTO else []
         for section in ("optimizer", "scheduler"):
@@ -369,7 +371,7 @@ def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> 
 
 def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     """What to set when the three batch keys contradict each other on one process, else None (also for non-integers)."""
-    train, micro, rounds = (config.get(key) for key in _BATCH_KEYS)
+    train, micro, rounds = (config.get(key) for key in BATCH_KEYS)
     values = [v for v in (train, micro, rounds) if v is not None]
     if world_size != 1 or train is None or not all(type(v) is int and v > 0 for v in values):
         return None
@@ -380,9 +382,9 @@ def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     if train == micro * rounds:
         return None
     advice = [f'"train_batch_size": {micro * rounds}'] if micro * rounds else []
-    if config.get(_BATCH_KEYS[2]) is not None and train % rounds == 0:
+    if config.get(BATCH_KEYS[2]) is not None and train % rounds == 0:
         advice.append(f'"train_micro_batch_size_per_gpu": {train // rounds}')
-    if config.get(_BATCH_KEYS[1]) is not None and train % micro == 0:
+    if config.get(BATCH_KEYS[1]) is not None and train % micro == 0:
         advice.append(f'"gradient_accumulation_steps": {train // micro}')
     if not advice:
         advice.append('"gradient_accumulation_steps": 1')
@@ -392,20 +394,26 @@ def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     )
 
 
-def refuse_features(config: Mapping[str, Any]) -> None:
-    """Refuse, by name, the DeepSpeed features that own placement or the engine themselves."""
-    zero = _mapping(config.get(ZERO))
-    asked = {
-        f"{ZERO}.offload_optimizer.super_offload": bool(_mapping(zero.get("offload_optimizer")).get("super_offload")),
-        f"{ZERO}.zenflow": zero.get("zenflow") is not None,
-        "compile.deepcompile": bool(_mapping(config.get("compile")).get("deepcompile")),
-        "hybrid_engine.enabled": bool(_mapping(config.get("hybrid_engine")).get("enabled")),
+# What each excluded feature does itself that a plan decides: the reason in the refusal.
+EXCLUDED: Final = MappingProxyType(
+    {
+        f"{ZERO}.offload_optimizer.super_offload": "it places optimizer states and schedules their step itself",
+        f"{ZERO}.zenflow": "it applies some gradients a step late, and a plan never changes results",
+        "compile.deepcompile": "it fetches and releases parameters in its own compiled graph, past the plan",
+        "hybrid_engine.enabled": "it swaps modules for inference and gathers all parameters at once",
     }
-    for key, on in asked.items():
-        if on:
+)
+
+
+def refuse_features(config: Mapping[str, Any]) -> None:
+    """Refuse, by name and with the reason, the DeepSpeed features that own placement or the engine themselves."""
+    for key, why in EXCLUDED.items():
+        value: Any = config
+        for part in key.split("."):
+            value = _mapping(value).get(part)
+        if value not in (None, False):
             raise UnsupportedError(
-                f'"{key}" and "{BLOCK}" exclude each other: both decide where things live. '
-                f'Remove "{key}", or set "{BLOCK}": null'
+                f'"{key}" and "{BLOCK}" exclude each other: {why}. Remove "{key}", or set "{BLOCK}": null'
             )
 
 

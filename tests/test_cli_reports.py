@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -176,10 +176,11 @@ for argv in (
 def test_the_package_imports_quickly_and_without_a_warning(child_environment):
     command = [sys.executable, "-W", "error", "-c", "import lazytrain_ds"]
     seconds = []
-    for _ in range(5):
-        started = time.perf_counter()
+    for _ in range(4):  # processor time: a loaded machine is not our doing
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, env=child_environment, capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stderr == ""
     assert min(seconds) < 0.3
 

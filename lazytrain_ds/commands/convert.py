@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from lazytrain_ds.commands.question import read_config_file
-from lazytrain_ds.config import AUTO, BLOCK, LIMITS, PREFIXED_LIMITS, ZERO, find_block, require_top_level
+from lazytrain_ds.config import AUTO, BLOCK, EXCLUDED, LIMITS, PREFIXED_LIMITS, ZERO, find_block, require_top_level
 from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.report.screen import screen, table, write_json
 
@@ -24,7 +24,6 @@ What = Literal["kept", "removed", "changed", "moved", "added"]
 
 _PLACES: Final = "the plan places each block itself"
 _OWN_BUFFERS: Final = "LazyTrain sizes its own buffers and tiers"
-_EXCLUDES: Final = 'it and "lazytrain" exclude each other: both decide where things live'
 _OTHERS: Final = "not about placement: stays yours"
 _ANY_OPTIMIZER: Final = "LazyTrain steps any torch optimizer, sub-group by sub-group"
 _KEPT_WHY: Final = {
@@ -70,9 +69,11 @@ def convert(old: Mapping[str, Any]) -> tuple[dict[str, Any], list[Line]]:
         elif key in ("zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"):
             lines.append(Line(key, "removed", value, None, _ANY_OPTIMIZER))
         elif key == "hybrid_engine":
-            lines.append(Line(key, "removed", value, None, _EXCLUDES))
+            lines.append(Line(key, "removed", value, None, _excludes("hybrid_engine.enabled")))
         elif key == "compile" and isinstance(value, Mapping) and "deepcompile" in value:
-            lines.append(Line("compile.deepcompile", "removed", value["deepcompile"], None, _EXCLUDES))
+            lines.append(
+                Line("compile.deepcompile", "removed", value["deepcompile"], None, _excludes("compile.deepcompile"))
+            )
             rest = {name: item for name, item in value.items() if name != "deepcompile"}
             if rest:
                 new[key] = rest
@@ -113,6 +114,10 @@ def _add_block(old: Mapping[str, Any], new: dict[str, Any], block: Mapping[str, 
         yield Line(f"{BLOCK}.{key}", "added", None, value, "from the offload section that was removed")
 
 
+def _excludes(key: str) -> str:
+    return f'cannot be combined with "{BLOCK}": {EXCLUDED[key]}'
+
+
 def _why_kept(key: str, value: Any) -> str:
     why = _KEPT_WHY.get(key, _OTHERS)
     if value == AUTO or (isinstance(value, Mapping) and AUTO in json.dumps(value)):
@@ -149,7 +154,7 @@ def _zero(given: Any, block: dict[str, Any]) -> tuple[dict[str, Any], list[Line]
         elif key in limits:
             lines.append(Line(name, "removed", value, None, limits[key]))
         elif key == "zenflow":
-            lines.append(Line(name, "removed", value, None, _EXCLUDES))
+            lines.append(Line(name, "removed", value, None, _excludes(name)))
         elif key == "aio":
             continue
         elif key == "reduce_bucket_size" and value == 0:
@@ -183,7 +188,8 @@ def _offload(name: str, given: Mapping[str, Any], block: dict[str, Any]) -> tupl
         elif key == "pin_memory":
             lines.append(Line(line, "removed", value, None, "true is the default"))
         elif key == "super_offload" and value:
-            lines.append(Line(line, "removed", value, None, _EXCLUDES))
+            why = _excludes(f"{ZERO}.offload_optimizer.super_offload")
+            lines.append(Line(line, "removed", value, None, why))
         elif key == "device" and value == "none":
             why = 'the plan moves what does not fit; "lazytrain": {"parameters": "device"} forbids it'
             lines.append(Line(line, "removed", value, None, why))
@@ -208,7 +214,9 @@ def run(arguments: Namespace) -> int:
         return 0
     console = screen()
     shown = table(f"{arguments.config}, line by line", "key", "", "why", left=3)
-    shown.columns[0].min_width, shown.columns[1].no_wrap = 49, True
+    borders, key, what = 10, 49, 7  # the longest key that is common fits; the reasons get the rest
+    shown.columns[0].width, shown.columns[1].width = key, what
+    shown.columns[2].width = max(20, console.width - borders - key - what)
     colours = {"kept": "default", "removed": "red", "changed": "yellow", "moved": "yellow", "added": "green"}
     inside = False
     for line in lines:
@@ -216,7 +224,6 @@ def run(arguments: Namespace) -> int:
             shown.add_row(ZERO, "", "")
         inside = line.key.startswith(f"{ZERO}.")
         shown.add_row(_short(line), f"[{colours[line.what]}]{line.what}[/]", line.why)
-    shown.expand = True
     console.print(shown)
     if arguments.output is not None:
         console.print(f"wrote {arguments.output}", markup=False)

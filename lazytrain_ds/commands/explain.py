@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from lazytrain_ds.planning.explain import block_reason, explain
 from lazytrain_ds.planning.simulator import simulate
 from lazytrain_ds.report import explanation as words
 from lazytrain_ds.report.run_directory import Source, read_source
-from lazytrain_ds.report.screen import STDOUT, screen, write_json
+from lazytrain_ds.report.screen import screen, working, write_json
 
 # Searching seconds per what-if question.
 WHAT_IF_SECONDS = 0.5
@@ -28,8 +27,7 @@ def run(arguments: Namespace) -> int:
 def _whole(arguments: Namespace, source: Source) -> int:
     console = screen()
     say = partial(console.print, markup=False)
-    quiet = arguments.json == STDOUT
-    with console.status("asking the planner ...") if not quiet else nullcontext():
+    with working("asking the planner"):
         found = explain(source.instance, source.plan, what_if=not arguments.quick, time_limit_seconds=WHAT_IF_SECONDS)
     binds = words.binding_lines(source)
     buys = words.what_if_lines(source.instance, source.plan, found.what_if)

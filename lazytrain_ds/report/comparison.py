@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,7 +12,7 @@ from lazytrain_ds.planning.schema import CHANNELS, TIERS
 from lazytrain_ds.report.explanation import seconds_words
 from lazytrain_ds.report.run_directory import Source
 from lazytrain_ds.report.screen import table
-from lazytrain_ds.report.tables import describe
+from lazytrain_ds.report.tables import block_ranges, describe, format_number
 
 __all__ = [
     "Difference",
@@ -23,13 +22,12 @@ __all__ = [
     "figure_table",
     "figures",
     "numerics_line",
-    "ranges",
 ]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparable number; `unit` is "s", "bytes", "tokens/s" or "%". None: not known for that side."""
+    """One comparable number; `unit` is "s", "bytes", "tokens/s", "samples/s" or "%". None: not known for that side."""
 
     name: str
     unit: str
@@ -47,25 +45,16 @@ class Difference:
     second: str
 
 
-def ranges(blocks: Sequence[int]) -> str:
-    """Ascending block numbers as people write them: "1, 3-5, 9"."""
-    parts: list[list[int]] = []
-    for block in blocks:
-        if parts and parts[-1][1] == block - 1:
-            parts[-1][1] = block
-        else:
-            parts.append([block, block])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def _side(source: Source) -> dict[tuple[str, str], float | None]:
     prediction = source.plan.prediction
     assert prediction is not None
     instance = source.instance
-    tokens = instance.global_batch * instance.sequence_length / instance.world_size
+    samples = instance.global_batch
+    tokens = samples * instance.sequence_length / instance.world_size
     found: dict[tuple[str, str], float | None] = {
         ("predicted step", "s"): prediction.step_seconds,
         ("predicted tokens per second", "tokens/s"): tokens / prediction.step_seconds,
+        ("predicted samples per second", "samples/s"): samples / prediction.step_seconds,
         ("predicted recomputation", "s"): prediction.recompute_seconds,
         ("lower bound", "s"): prediction.lower_bound_seconds,
         ("percent of bound", "%"): prediction.percent_of_bound,
@@ -80,7 +69,8 @@ def _side(source: Source) -> dict[tuple[str, str], float | None]:
     records = source.records
     steps = [record.step_seconds for record in records] or [timeline.step_seconds for timeline in source.timelines]
     found["measured step", "s"] = median(steps) if steps else None
-    found["measured tokens per second", "tokens/s"] = tokens / median(steps) if steps else None
+    rates = [record.samples_per_second for record in records]
+    found["measured samples per second", "samples/s"] = median(rates) if rates else None
     found["measured device peak", "bytes"] = max((r.device_bytes for r in records), default=None)
     found["measured process memory", "bytes"] = max((r.host_bytes for r in records), default=None)
     for channel in CHANNELS[1:]:
@@ -106,7 +96,7 @@ def _words(value: float | None, unit: str) -> str:
         return format_bytes(value)
     if unit == "s":
         return seconds_words(value)
-    return f"{value:.3g} {unit}" if unit == "%" else f"{value:.4g}"
+    return f"{value:.3g} {unit}" if unit == "%" else format_number(value)
 
 
 def figure_table(first: Source, second: Source) -> Table:
@@ -176,5 +166,5 @@ def difference_table(found: list[Difference]) -> Table:
     """Where the plans differ, side by side."""
     made = table("Where they differ", "blocks", "class", "A", "B", left=4)
     for item in found:
-        made.add_row(ranges(item.blocks), item.class_name, item.first, item.second)
+        made.add_row(block_ranges(item.blocks), item.class_name, item.first, item.second)
     return made

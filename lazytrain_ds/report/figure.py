@@ -43,13 +43,16 @@ def _matplotlib() -> Any:
     except ImportError as error:
         raise ConfigError('the picture needs matplotlib: pip install "lazytrain-ds[viz]", or use --trace') from error
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "lazytrain", "svg.fonttype": "none"})  # equal pictures, equal files
     from matplotlib import pyplot
 
     return pyplot
 
 
 def draw(lanes: Sequence[Lane], instance: Instance, title: str, target: Path) -> None:
-    """Write the picture as PNG. ConfigError without matplotlib, or where the file cannot be written."""
+    """Write the picture, as SVG where the name says so, else PNG.
+
+    ConfigError without matplotlib, or where the file cannot be written."""
     pyplot = _matplotlib()
     used = [[c for c in CHANNELS if any(t.channel == c for t in lane.timeline.tasks)] for lane in lanes]
     tiers = _tiers(lanes, instance)
@@ -72,7 +75,10 @@ def draw(lanes: Sequence[Lane], instance: Instance, title: str, target: Path) ->
     figure.legend(patches, names, loc="outside lower center", ncols=min(6, len(kinds)), frameon=False, fontsize=11)
     figure.suptitle(title, fontsize=12)
     try:
-        figure.savefig(target, dpi=110, format="png")
+        if target.suffix == ".svg":
+            figure.savefig(target, format="svg", metadata={"Date": None})
+        else:
+            figure.savefig(target, dpi=110, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
     finally:

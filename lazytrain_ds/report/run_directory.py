@@ -35,15 +35,16 @@ KEPT_TIMELINES = 4
 class StepRecord:
     """Means over the `steps` optimizer steps that end with `step`: seconds and bytes per optimizer step.
 
-    `stall_seconds`: compute waiting, by channel. `device_bytes`: peak so far of what the device held; `host_bytes`: the
-    process's resident memory. `nvme_bytes_per_day`: bytes written, at the run's rate so far.
+    `samples_per_second`: over all ranks. `stall_seconds`: compute waiting, by channel. `device_bytes`: peak so far of
+    what the device held; `host_bytes`: the process's resident memory. `nvme_bytes_per_day`: bytes written, at the run's
+    rate so far.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     step: int
     steps: int
     step_seconds: float
-    tokens_per_second: float
+    samples_per_second: float
     device_bytes: int
     host_bytes: int
     nvme_bytes_per_day: float = 0.0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from rich.table import Table
 
 from lazytrain_ds.errors import ConfigError
 
-__all__ = ["WIDTH", "screen", "table", "write_json"]
+__all__ = ["WIDTH", "screen", "table", "working", "write_json"]
 
 WIDTH = 100
 STDOUT = "-"
@@ -31,6 +34,31 @@ def table(title: str, *columns: str, left: int = 1) -> Table:
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index < left else "right", overflow="fold")
     return made
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """While planning: a spinner on a terminal (on stderr: stdout may be JSON), and the solver's own lines silenced."""
+    with Console(stderr=True).status(f"{what} ..."), _solver_silenced():
+        yield
+
+
+@contextmanager
+def _solver_silenced() -> Iterator[None]:
+    """HiGHS, as OR-Tools builds it, prints a debugging line to the process's stdout now and then.
+
+    The file descriptor is redirected, not `sys.stdout`; for commands only, which do nothing else meanwhile.
+    """
+    sys.stdout.flush()
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def write_json(target: str | None, value: Any) -> bool:

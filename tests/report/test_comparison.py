@@ -13,7 +13,6 @@ from lazytrain_ds.report.comparison import (
     figure_table,
     figures,
     numerics_line,
-    ranges,
 )
 from lazytrain_ds.report.run_directory import Source, read_source
 from tests.report.reports import SMALL, planned, run_directory
@@ -69,8 +68,3 @@ def test_what_changes_numbers_is_named_and_what_does_not_is_not():
     short = replace(second, plan=replace(second.plan, blocks=second.plan.blocks[:-1]))
     assert "the model (8 blocks, 7 blocks)" in numerics_line(first, short)
     assert differences(first, short) == []
-
-
-def test_block_numbers_are_written_as_ranges():
-    assert ranges([1, 2, 3, 5, 7, 8]) == "1-3, 5, 7-8"
-    assert ranges([4]) == "4"
