@@ -126,6 +126,14 @@ def binding_lines(source: Source) -> list[str]:
     for seconds, block in waits[:3]:
         if seconds >= 0.01 * prediction.step_seconds:
             lines.append(f"block {block} ({instance.order[block]}) makes compute wait {seconds_words(seconds)} a step")
+    if source.records:
+        last = source.records[-1]
+        waits_for = sorted(last.stall_seconds.items(), key=lambda item: -item[1])
+        parts = [f"{channel_words(name)} {seconds_words(seconds)}" for name, seconds in waits_for if seconds > 0]
+        lines.append(
+            f"measured up to step {last.step}: compute waits {100 * last.stall_share:.0f} % of the step"
+            + (f" ({', '.join(parts)})" if parts else "")
+        )
     lines.append(
         f"no plan can be shorter than {seconds_words(prediction.lower_bound_seconds)}: "
         f"this one is at {prediction.percent_of_bound:.0f} % of that bound"

@@ -99,8 +99,11 @@ def test_what_more_would_buy():
 
 def test_predicted_beside_measured(tmp_path, source):
     assert "nothing measured" in words.measured_line(source)
-    line = words.measured_line(read_source(run_directory(tmp_path, source.plan)))
-    assert "(10 % longer than predicted)" in line
+    run = read_source(run_directory(tmp_path, source.plan))
+    assert "(10 % longer than predicted)" in words.measured_line(run)
+    waited = words.seconds_words(0.2 * 1.1 * source.plan.prediction.step_seconds)
+    said = f"measured up to step 5: compute waits 20 % of the step (copies to the device {waited})"
+    assert said in words.binding_lines(run)
 
 
 def test_durations_in_words():
