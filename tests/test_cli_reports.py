@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import resource
@@ -89,6 +90,15 @@ def test_timeline_writes_picture_and_trace(plans, capsys, tmp_path, monkeypatch)
     names = {e["args"]["name"] for e in json.loads(Path("timeline.trace.json").read_text())["traceEvents"]
              if e["name"] == "process_name"}  # fmt: skip
     assert names == {"predicted", "measured, step 10"}
+
+
+def test_without_matplotlib_the_rest_is_still_written(plans, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["timeline", plans[1]]) == 0
+    text = capsys.readouterr().out
+    assert "lazytrain-ds[viz]" in text and "By channel" in text
+    assert not Path("timeline.png").exists() and Path("timeline.trace.json").exists()
 
 
 def test_timeline_of_a_step_and_as_json(plans, capsys, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from argparse import Namespace
 from dataclasses import asdict
@@ -22,30 +23,34 @@ def run(arguments: Namespace) -> int:
     measured = source.timeline(arguments.step)
     lanes = lanes_of(source.instance, source.plan, measured)
     picture, trace = arguments.png, arguments.trace
-    if picture is None and trace is None and arguments.json != STDOUT:
-        picture, trace = "timeline.png", "timeline.trace.json"
     written = []
+    if picture is None and trace is None and arguments.json != STDOUT:
+        trace = "timeline.trace.json"
+        if importlib.util.find_spec("matplotlib") is not None:
+            picture = "timeline.png"
+        else:
+            written.append('no picture: that needs pip install "lazytrain-ds[viz]"')
     if trace is not None:
         target = Path(trace).expanduser()
         try:
             target.write_text(json.dumps(chrome_trace(lanes, source.instance)))
         except OSError as error:
             raise ConfigError(f"--trace: cannot write {target}: {error.strerror}") from error
-        written.append(f"{target} (open it at ui.perfetto.dev or chrome://tracing)")
+        written.append(f"wrote {target} (open it at ui.perfetto.dev or chrome://tracing)")
     if picture is not None:
         from lazytrain_ds.report.figure import draw
 
         target = Path(picture).expanduser()
         draw(lanes, source.instance, headline(source), target)
-        written.append(str(target))
+        written.append(f"wrote {target}")
     if write_json(arguments.json, {"source": source.name, "lanes": [summary(lane) for lane in lanes]}):
         return 0
     console = screen()
     console.print(headline(source), style="bold", markup=False)
     console.print(measured_line(source), markup=False)
     console.print(channel_table(lanes))
-    for name in written:
-        console.print(f"wrote {name}", markup=False)
+    for line in written:
+        console.print(line, markup=False)
     return 0
 
 

@@ -158,7 +158,8 @@ class Console:
             self._leave(timeline)
         every = self._engine.steps_per_print()
         printing = isinstance(every, (int, float)) and every >= 1
-        if self._engine.global_steps % (every if printing else RECORD_EVERY) == 0 and self._interval.steps:
+        step = self._engine.global_steps  # stays where it is when a step is skipped for an overflow
+        if step and step % (every if printing else RECORD_EVERY) == 0 and self._interval.steps:
             record = self._record()
             if printing:
                 self.say(record_line(record, self._write_budget()))
