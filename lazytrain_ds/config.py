@@ -18,8 +18,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, Val
 from lazytrain_ds.errors import ConfigError, NotAvailableYetError, UnsupportedError
 
 __all__ = [
+    "AUTO",
+    "BATCH_KEYS",
     "BLOCK",
+    "EXCLUDED",
+    "LIMITS",
     "NOT_YET",
+    "PREFIXED_LIMITS",
+    "ZERO",
     "LazyTrainConfig",
     "PlannerConfig",
     "ProfileConfig",
@@ -341,7 +347,7 @@ def require_stage_3(config: Mapping[str, Any]) -> None:
         )
 
 
-_BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> None:
@@ -349,7 +355,7 @@ def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> 
 
     With `batch_only`, look at the batch keys alone (Hugging Face resolves the rest between zero.Init and initialize).
     """
-    names = [key for key in _BATCH_KEYS if config.get(key) == AUTO]
+    names = [key for key in BATCH_KEYS if config.get(key) == AUTO]
     if not batch_only:
         names += ["gradient_clipping"] if config.get("gradient_clipping") == AUTO else []
         for section in ("optimizer", "scheduler"):
@@ -365,7 +371,7 @@ def require_resolved(config: Mapping[str, Any], *, batch_only: bool = False) -> 
 
 def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     """What to set when the three batch keys contradict each other on one process, else None (also for non-integers)."""
-    train, micro, rounds = (config.get(key) for key in _BATCH_KEYS)
+    train, micro, rounds = (config.get(key) for key in BATCH_KEYS)
     values = [v for v in (train, micro, rounds) if v is not None]
     if world_size != 1 or train is None or not all(type(v) is int and v > 0 for v in values):
         return None
@@ -376,9 +382,9 @@ def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     if train == micro * rounds:
         return None
     advice = [f'"train_batch_size": {micro * rounds}'] if micro * rounds else []
-    if config.get(_BATCH_KEYS[2]) is not None and train % rounds == 0:
+    if config.get(BATCH_KEYS[2]) is not None and train % rounds == 0:
         advice.append(f'"train_micro_batch_size_per_gpu": {train // rounds}')
-    if config.get(_BATCH_KEYS[1]) is not None and train % micro == 0:
+    if config.get(BATCH_KEYS[1]) is not None and train % micro == 0:
         advice.append(f'"gradient_accumulation_steps": {train // micro}')
     if not advice:
         advice.append('"gradient_accumulation_steps": 1')
@@ -388,20 +394,26 @@ def batch_hint(config: Mapping[str, Any], world_size: int) -> str | None:
     )
 
 
-def refuse_features(config: Mapping[str, Any]) -> None:
-    """Refuse, by name, the DeepSpeed features that own placement or the engine themselves."""
-    zero = _mapping(config.get(ZERO))
-    asked = {
-        f"{ZERO}.offload_optimizer.super_offload": bool(_mapping(zero.get("offload_optimizer")).get("super_offload")),
-        f"{ZERO}.zenflow": zero.get("zenflow") is not None,
-        "compile.deepcompile": bool(_mapping(config.get("compile")).get("deepcompile")),
-        "hybrid_engine.enabled": bool(_mapping(config.get("hybrid_engine")).get("enabled")),
+# What each excluded feature does itself that a plan decides: the reason in the refusal.
+EXCLUDED: Final = MappingProxyType(
+    {
+        f"{ZERO}.offload_optimizer.super_offload": "it places optimizer states and schedules their step itself",
+        f"{ZERO}.zenflow": "it applies some gradients a step late, and a plan never changes results",
+        "compile.deepcompile": "it fetches and releases parameters in its own compiled graph, past the plan",
+        "hybrid_engine.enabled": "it swaps modules for inference and gathers all parameters at once",
     }
-    for key, on in asked.items():
-        if on:
+)
+
+
+def refuse_features(config: Mapping[str, Any]) -> None:
+    """Refuse, by name and with the reason, the DeepSpeed features that own placement or the engine themselves."""
+    for key, why in EXCLUDED.items():
+        value: Any = config
+        for part in key.split("."):
+            value = _mapping(value).get(part)
+        if value not in (None, False):
             raise UnsupportedError(
-                f'"{key}" and "{BLOCK}" exclude each other: both decide where things live. '
-                f'Remove "{key}", or set "{BLOCK}": null'
+                f'"{key}" and "{BLOCK}" exclude each other: {why}. Remove "{key}", or set "{BLOCK}": null'
             )
 
 
@@ -425,7 +437,7 @@ class RewrittenConfig(dict[str, Any]):
 
 
 # ZeRO-3 limits that would fight the plan. (name without prefix, new value, why)
-_LIMITS: Final = (
+LIMITS: Final = (
     ("sub_group_size", sys.maxsize, "sub-groups are one per block"),
     ("prefetch_bucket_size", 0, "the plan prefetches"),
     ("param_persistence_threshold", 0, "the plan decides what is resident"),
@@ -433,7 +445,7 @@ _LIMITS: Final = (
     ("max_live_parameters", sys.maxsize, "the plan keeps device memory under its cap"),
     ("max_reuse_distance", 0, "the plan decides what is kept"),
 )
-_PREFIXED: Final = frozenset(name for name, _, _ in _LIMITS) - {"sub_group_size"}
+PREFIXED_LIMITS: Final = frozenset(name for name, _, _ in LIMITS) - {"sub_group_size"}
 _DEPRECATED_OFFLOAD: Final = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 
 
@@ -441,7 +453,7 @@ def rewrite(config: Mapping[str, Any]) -> tuple[RewrittenConfig, list[Replacemen
     """The config DeepSpeed gets to see, and what was replaced in it. The argument is left alone.
 
     Both offloads become `cpu`, with the user's `pin_memory`, so that DeepSpeed builds neither its swapper nor async_io;
-    the limits of `_LIMITS` are lifted. The block itself stays, so that DeepSpeed's printed config shows it.
+    the limits of `LIMITS` are lifted. The block itself stays, so that DeepSpeed's printed config shows it.
     """
     new = RewrittenConfig({key: _copy(value) for key, value in config.items()})
     zero: dict[str, Any] = new[ZERO]
@@ -471,8 +483,8 @@ def rewrite(config: Mapping[str, Any]) -> tuple[RewrittenConfig, list[Replacemen
         if key in zero:
             replaced.append(Replacement(f"{ZERO}.{key}", zero.pop(key), None, "deprecated; the plan places each block"))
 
-    for name, value, why in _LIMITS:
-        spelling = f"stage3_{name}" if name in _PREFIXED else name
+    for name, value, why in LIMITS:
+        spelling = f"stage3_{name}" if name in PREFIXED_LIMITS else name
         for alias in dict.fromkeys((spelling, name)):
             old_value = zero.pop(alias, None)
             if old_value is not None and old_value not in (value, AUTO):

@@ -17,7 +17,7 @@ import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,9 +49,11 @@ class Finding:
 
 def run(arguments: Namespace) -> int:
     """Print all findings; 0, or 1 when something is wrong."""
-    from rich.console import Console
+    from lazytrain_ds.report.screen import STDOUT, screen, write_json
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen()
+    console.soft_wrap = True
+    console.quiet = arguments.json == STDOUT
     findings = examine(arguments.nvme_path)
     if arguments.clean:
         findings += clean(arguments.nvme_path)
@@ -63,6 +65,7 @@ def run(arguments: Namespace) -> int:
         target = Path(arguments.bundle).expanduser()
         write_bundle(target, findings, arguments.config)
         console.print(f"wrote {target}; look through it before you send it", markup=False)
+    write_json(arguments.json, [asdict(finding) for finding in findings])
     return 1 if any(finding.status == "wrong" for finding in findings) else 0
 
 

@@ -5,15 +5,16 @@ needed.
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lazytrain_ds.commands.question import Question, ask, divisors, read_config_file, with_capacity
-from lazytrain_ds.config import LazyTrainConfig, find_block, parse_size
+from lazytrain_ds.config import BATCH_KEYS, BLOCK, LazyTrainConfig, find_block, parse_size
 from lazytrain_ds.errors import ConfigError, InfeasibleError, format_bytes
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.planning.instance import Instance
@@ -40,19 +41,21 @@ def run(arguments: Namespace) -> int:
     )
     question = replace(question, notes=(*said, *question.notes))
 
-    from rich.console import Console
-
     from lazytrain_ds.planning.solve import solve
+    from lazytrain_ds.report.screen import STDOUT, screen, working
     from lazytrain_ds.report.tables import format_count, plan_tables, speed_lines, speed_of
 
-    console = Console(highlight=False)
+    console = screen()
+    console.quiet = arguments.json == STDOUT  # then the JSON is the only output
     say = partial(console.print, markup=False, soft_wrap=True)
     title = f"{question.instance.name}: {format_count(question.instance.parameter_count)} parameters on {hardware.name}"
     say(title, style="bold")
     try:
-        plan = solve(question.instance, kind=question.kind, solver=question.solver)
+        with working("planning"):
+            plan = solve(question.instance, kind=question.kind, solver=question.solver)
     except InfeasibleError as error:
-        advice = what_would_fit(question, error)
+        with working("looking for what would fit"):
+            advice = what_would_fit(question, error)
         say(f"does not fit: {error}", style="red")
         for line in (*advice, *(f"note: {note}" for note in question.notes)):
             say(line)
@@ -61,29 +64,70 @@ def run(arguments: Namespace) -> int:
         return DOES_NOT_FIT
     for table in plan_tables(question.instance, plan):
         console.print(table)
-    helps = what_helps(question, plan)
+    with working("looking for what would help"):
+        helps = what_helps(question, plan)
+        largest = largest_batch(question) if len(question.instance.micro_batches) > 1 else None
     lines = speed_lines(question.instance, plan)
-    if len(question.instance.micro_batches) > 1:
-        lines.append(f"largest micro-batch that fits: {largest_batch(question)} (the plan's is the fastest)")
+    if largest is not None:
+        lines.append(f"largest micro-batch that fits: {largest} (the plan's is the fastest)")
     for line in (*lines, *helps, *(f"note: {note}" for note in question.notes)):
         say(line)
+    if arguments.write_config is not None:
+        write_config(arguments.write_config, planned_config(config, question.instance, plan, arguments.typed))
+        say(f"wrote {arguments.write_config}")
     speed = asdict(speed_of(question.instance, plan))
     _write(arguments.json, {"fits": True, "speed": speed, "helps": list(helps)}, question.instance, plan)
     return FITS
 
 
 def _write(target: str | None, summary: Mapping[str, Any], instance: Instance, plan: Plan | None) -> None:
-    if target is None:
-        return
+    from lazytrain_ds.report.screen import write_json
+
     whole = {
         **summary,
         "plan": json.loads(plan.to_json()) if plan is not None else None,
         "instance": json.loads(to_json(instance)),
     }
+    write_json(target, whole)
+
+
+def planned_config(
+    config: Mapping[str, Any], instance: Instance, plan: Plan, typed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The config with the planned batch sizes and sequence length, and how it was made under `_comment`.
+
+    Caps stay out: a run plans with the memory that it finds. A key instead of a JSON comment, because the Hugging Face
+    Trainer and accelerate read strict JSON; DeepSpeed ignores keys it does not know.
+    """
+    from lazytrain_ds.report.tables import format_count, format_number, speed_of
+
+    speed, prediction = speed_of(instance, plan), plan.prediction
+    assert prediction is not None
+    peaks = [
+        f"{tier.name} {format_bytes(prediction.peak_bytes(tier.name))} of {format_bytes(tier.usable_bytes)}"
+        for tier in instance.tiers
+        if tier.capacity_bytes
+    ]
+    comment = [
+        shlex.join(["lazytrain", *typed]),
+        f"{format_count(instance.parameter_count)} parameters; predicted: {speed.step_seconds:.3g} s a step, "
+        f"{format_number(speed.tokens_per_second)} tokens/s; peaks: {', '.join(peaks)}",
+    ]
+    rest = {key: value for key, value in config.items() if key not in ("_comment", *BATCH_KEYS)}
+    block = config.get(BLOCK)
+    given = dict(block) if isinstance(block, Mapping) else {}
+    given.pop("micro_batch", None)
+    rest[BLOCK] = {**given, "sequence_length": instance.sequence_length}
+    sizes = (instance.global_batch, plan.micro_batch, plan.rounds)
+    return {"_comment": comment, **dict(zip(BATCH_KEYS, sizes, strict=True)), **rest}
+
+
+def write_config(target: str, config: Mapping[str, Any]) -> None:
+    """Write a config file. ConfigError where that fails."""
     try:
-        Path(target).expanduser().write_text(json.dumps(whole, indent=1) + "\n")
+        Path(target).expanduser().write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"--json: cannot write {target}: {error.strerror}") from error
+        raise ConfigError(f"--write-config: cannot write {target}: {error.strerror}") from error
 
 
 def machine_of(arguments: Namespace, block: LazyTrainConfig) -> tuple[HardwareSpec, tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from pathlib import Path
 
 from lazytrain_ds.errors import ConfigError, format_bytes
 from lazytrain_ds.hardware.presets import preset_names, preset_sources
@@ -12,13 +12,17 @@ from lazytrain_ds.hardware.spec import HardwareSpec
 
 def run(arguments: Namespace) -> int:
     """Print what was measured; 0."""
-    from rich.console import Console
+    from lazytrain_ds.report.screen import STDOUT, screen, write_json
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen()
+    console.soft_wrap = True
+    console.quiet = arguments.json == STDOUT
     if arguments.list:
-        for name in preset_names():
+        sources = {name: preset_sources(name) for name in preset_names()}
+        write_json(arguments.json, sources)
+        for name, figures in sources.items():
             console.print(name, style="bold")
-            for key, (value, source) in preset_sources(name).items():
+            for key, (value, source) in figures.items():
                 shown = f"{value:.4g}" if isinstance(value, float) else str(value)
                 console.print(f"  {key:<28} {shown:<14} {source}")
         return 0
@@ -40,11 +44,7 @@ def run(arguments: Namespace) -> int:
         spec = probe(nvme_path=path, refresh=True, budget_seconds=arguments.seconds, optimizer=update_seconds)
     for line in spec_lines(spec, with_nvme=path is not None):
         console.print(line)
-    if arguments.json is not None:
-        try:
-            Path(arguments.json).expanduser().write_text(spec.to_json() + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json: cannot write {arguments.json}: {error.strerror}") from error
+    write_json(arguments.json, json.loads(spec.to_json()))
     return 0
 
 

@@ -163,6 +163,50 @@ def quantizable_in(config: Mapping[str, Any], model: Any) -> Callable[[str, Any]
 
 
 @dataclass(frozen=True)
+class Traced:
+    """A model and what its blocks need at each micro-batch size: the part of a question that no machine changes."""
+
+    model: Any
+    table: Any
+    profile: Any
+    batch: Batch
+    sequence_length: int
+    notes: tuple[str, ...]
+
+
+def trace(
+    config: Mapping[str, Any],
+    model_source: str,
+    *,
+    sequence_length: int | None = None,
+    micro_batch: str | None = None,
+    global_batch: int | None = None,
+) -> Traced:
+    """Build the model without weights and trace it (see `ask` for the arguments)."""
+    import torch
+
+    from lazytrain_ds.workload.blocks import find_blocks
+    from lazytrain_ds.workload.load import load_model, sequence_length_of
+    from lazytrain_ds.workload.profile import profile_model
+
+    notes: list[str] = []
+    block = find_block(config) or LazyTrainConfig()
+    batch = batch_of(config, block, micro_batch, global_batch)
+    model = load_model(model_source)
+    if sequence_length is None and isinstance(block.sequence_length, int):
+        sequence_length = block.sequence_length
+    if sequence_length is None:
+        sequence_length = sequence_length_of(model)
+        if sequence_length is None:
+            sequence_length = DEFAULT_SEQUENCE_LENGTH
+        notes.append(f"sequence length {sequence_length} assumed; give --seq-len or lazytrain.sequence_length")
+    table = find_blocks(model, None if block.blocks == "auto" else block.blocks)
+    sizes = divisors(batch.global_batch) if batch.micro_batch is None else [batch.micro_batch]
+    profile = profile_model(model, table, sizes, sequence_length, dtype=getattr(torch, dtype_names(config)[0]))
+    return Traced(model, table, profile, batch, sequence_length, (*notes, *profile.notes))
+
+
+@dataclass(frozen=True)
 class Question:
     """An Instance and what was said on the way."""
 
@@ -180,8 +224,12 @@ def ask(
     sequence_length: int | None = None,
     micro_batch: str | None = None,
     global_batch: int | None = None,
+    traced: Traced | None = None,
 ) -> Question:
-    """The Instance of training the model so on `hardware` (whose capacities are the caps)."""
+    """The Instance of training the model so on `hardware` (whose capacities are the caps).
+
+    `traced`: from `trace` with the same model, lengths and batch sizes, where several machines are asked about.
+    """
     notes: list[str] = []
     block = find_block(config)
     if block is None:
@@ -190,41 +238,30 @@ def ask(
     else:
         require_stage_3(config)
         refuse_features(config)
-    batch = batch_of(config, block, micro_batch, global_batch)
 
     import torch
 
     from lazytrain_ds.planning.rules import RULES
-    from lazytrain_ds.workload.blocks import find_blocks
     from lazytrain_ds.workload.build import Training, build_instance
-    from lazytrain_ds.workload.load import load_model, sequence_length_of
-    from lazytrain_ds.workload.profile import profile_model
 
+    if traced is None:
+        traced = trace(
+            config, model_source, sequence_length=sequence_length, micro_batch=micro_batch, global_batch=global_batch
+        )
+    notes += traced.notes
     compute, accumulation = (getattr(torch, name) for name in dtype_names(config))
-    model = load_model(model_source)
-    if sequence_length is None and isinstance(block.sequence_length, int):
-        sequence_length = block.sequence_length
-    if sequence_length is None:
-        sequence_length = sequence_length_of(model)
-        if sequence_length is None:
-            sequence_length = DEFAULT_SEQUENCE_LENGTH
-        notes.append(f"sequence length {sequence_length} assumed; give --seq-len or lazytrain.sequence_length")
-    table = find_blocks(model, None if block.blocks == "auto" else block.blocks)
-    sizes = divisors(batch.global_batch) if batch.micro_batch is None else [batch.micro_batch]
-    profile = profile_model(model, table, sizes, sequence_length, dtype=compute)
-    notes += profile.notes
     zero = config.get("zero_optimization")
     gathers = isinstance(zero, Mapping) and any(
         zero.get(key) is True
         for key in ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
     )
     training = Training(
-        global_batch=batch.global_batch,
-        sequence_length=sequence_length,
+        global_batch=traced.batch.global_batch,
+        sequence_length=traced.sequence_length,
         accumulation_dtype=accumulation,
         precisions=precisions_of(config, block),
         step_devices=("host", "device") if hardware.kind == "cpu" else ("host",),
-        quantizable=quantizable_in(config, model),
+        quantizable=quantizable_in(config, traced.model),
         margins={
             "device": int(hardware.device_memory_bytes * MARGIN_SHARE),
             "host": int(hardware.host_memory_bytes * MARGIN_SHARE),
@@ -232,7 +269,9 @@ def ask(
         allowed=allowed_places(block, nvme=hardware.nvme_bytes > 0),
         gathers_on_save=gathers,
     )
-    instance = build_instance(model, table, profile, hardware, training, dtype=compute, name=model_source)
+    instance = build_instance(
+        traced.model, traced.table, traced.profile, hardware, training, dtype=compute, name=model_source
+    )
     kind = block.planner.kind
     for value in (block.activations, block.parameters, block.optimizer_states):
         kind = value if value in RULES else kind

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lazytrain_ds.errors import InfeasibleError, format_bytes
+from lazytrain_ds.errors import InfeasibleError, PlanError, format_bytes
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.moves import Aspect, Space
 from lazytrain_ds.planning.plan import BlockPlan, Plan
@@ -14,7 +14,7 @@ from lazytrain_ds.planning.schema import TIERS, ChannelName, TierName
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 from lazytrain_ds.planning.solve import solve
 
-__all__ = ["BlockReason", "Explanation", "Objective", "WhatIf", "explain"]
+__all__ = ["BlockReason", "Explanation", "Objective", "WhatIf", "block_reason", "explain"]
 
 _GB: Final = 10**9
 # A block's alternatives, the one without its cost first; the first that differs from the plan is asked about.
@@ -120,6 +120,22 @@ def _hindrance(before: Outcome, after: Outcome) -> str:
     return f"{change:.3g} s slower: more compute"
 
 
+def _hindrances(
+    space: Space, simulator: Simulator, plan: Plan, outcome: Outcome, index: int
+) -> tuple[tuple[str, str], ...]:
+    """(wish, what hinders it) of one block, for every wish that differs from the plan."""
+    name = space.instance.order[index]
+    found: list[tuple[str, str]] = []
+    for aspect, wish in _WISHES:
+        value = _value(space, name, aspect)
+        if value is None or space.get(plan.blocks[index], aspect) == value:
+            continue
+        changed = space.moved(plan, [index], aspect, value)
+        if changed.blocks != plan.blocks:
+            found.append((wish, _hindrance(outcome, simulator.run(changed))))
+    return tuple(found)
+
+
 def _reasons(instance: Instance, plan: Plan, simulator: Simulator, outcome: Outcome) -> tuple[BlockReason, ...]:
     space = Space(instance, plan.micro_batch)
     result: list[BlockReason] = []
@@ -132,19 +148,21 @@ def _reasons(instance: Instance, plan: Plan, simulator: Simulator, outcome: Outc
         )
         if same:
             continue
-        name = instance.order[first]
-        hindrances: list[tuple[str, str]] = []
-        for aspect, wish in _WISHES:
-            value = _value(space, name, aspect)
-            if value is None or space.get(plan.blocks[first], aspect) == value:
-                continue
-            changed = space.moved(plan, [first], aspect, value)
-            if changed.blocks == plan.blocks:
-                continue
-            hindrances.append((wish, _hindrance(outcome, simulator.run(changed))))
-        result.append(BlockReason(first, index - 1, _decision(plan.blocks[first]), tuple(hindrances)))
+        hindrances = _hindrances(space, simulator, plan, outcome, first)
+        result.append(BlockReason(first, index - 1, _decision(plan.blocks[first]), hindrances))
         first = index
     return tuple(result)
+
+
+def block_reason(instance: Instance, plan: Plan, block: int) -> BlockReason:
+    """Why block `block` is as it is. PlanError if the plan is not in the plan space or has no such block."""
+    plan.check(instance)
+    if not 0 <= block < plan.block_count:
+        raise PlanError(f"there is no block {block}; the plan has blocks 0 to {plan.block_count - 1}")
+    simulator = Simulator(instance)
+    space = Space(instance, plan.micro_batch)
+    hindrances = _hindrances(space, simulator, plan, simulator.run(plan), block)
+    return BlockReason(block, block, _decision(plan.blocks[block]), hindrances)
 
 
 def _more(tier: TierName) -> Callable[[Instance], Instance]:

@@ -284,6 +284,7 @@ class Playback:
                     )
         copy_done = {offload.slot: d2h for offload in program.first_offloads}
 
+        fresh_bytes = 0  # of the tails that began when the visit before ended: while it ran its base held them
         for position, (kind, block) in enumerate(visits):
             for issue in issues_at[position]:
                 issue_one(issue)
@@ -291,7 +292,9 @@ class Playback:
                 end, byte_count = tails.popleft()
                 tail_bytes -= byte_count
                 if record:
-                    record.level("device", max(0.0, end), device_static + self._base_before(position) + tail_bytes)
+                    level = device_static + self._base_before(position) + tail_bytes - fresh_bytes
+                    record.level("device", max(0.0, end), level)
+            fresh_bytes = 0
             level = device_static + device_base[position] + tail_bytes
             if level > self.device_peak:
                 self.device_peak = level
@@ -348,6 +351,7 @@ class Playback:
                     if end > now:
                         tails.append((end, offload.byte_count))
                         tail_bytes += offload.byte_count
+                        fresh_bytes += offload.byte_count
             elif kind == BACKWARD:
                 byte_count, seconds, accumulate = gradients[block]
                 if byte_count:
@@ -358,6 +362,7 @@ class Playback:
                     copies = (copies[1], d2h)
                     tails.append((d2h, byte_count))
                     tail_bytes += byte_count
+                    fresh_bytes += byte_count
                     added = d2h
                     if record:
                         record.task("gradient", block, "d2h", begin, d2h, byte_count)

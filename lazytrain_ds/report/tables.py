@@ -4,6 +4,7 @@ limits it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -37,6 +38,11 @@ def format_count(count: int) -> str:
         if count >= limit:
             return f"{count / limit:.3g} {unit}"
     return str(count)
+
+
+def format_number(value: float) -> str:
+    """Three significant figures and never an exponent: "0.123", "12.3", "2,170"."""
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def speed_of(instance: Instance, plan: Plan) -> Speed:
@@ -120,13 +126,37 @@ def plan_table(instance: Instance, plan: Plan) -> Table:
     return table
 
 
+def block_ranges(blocks: Sequence[int]) -> str:
+    """Ascending block numbers as people write them: "1, 3-5, 9"."""
+    parts: list[list[int]] = []
+    for block in blocks:
+        if parts and parts[-1][1] == block - 1:
+            parts[-1][1] = block
+        else:
+            parts.append([block, block])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def decision_table(instance: Instance, plan: Plan) -> Table:
+    """Which blocks are decided how: one row per class and distinct decision, in order of the first such block."""
+    table = Table(title="Decisions", title_justify="left", title_style="bold")
+    for name in ("blocks", "class", "activations", "boundary", "parameters", "states"):
+        table.add_column(name, overflow="fold", max_width=30 if name == "blocks" else None)
+    found: dict[tuple[str, tuple[str, str, str, str]], list[int]] = {}
+    for index, name in enumerate(instance.order):
+        found.setdefault((name, describe(instance, plan, index)), []).append(index)
+    for (name, row), blocks in found.items():
+        table.add_row(block_ranges(blocks), name, *row)
+    return table
+
+
 def speed_lines(instance: Instance, plan: Plan) -> list[str]:
     """Step, tokens, FLOP/s, bound, bottleneck and the best rule, one line each."""
     speed = speed_of(instance, plan)
     prediction = plan.prediction
     assert prediction is not None
     lines = [
-        f"step {speed.step_seconds:.3g} s, {speed.tokens_per_second:.3g} tokens/s, "
+        f"step {speed.step_seconds:.3g} s, {format_number(speed.tokens_per_second)} tokens/s, "
         f"{speed.model_flops / 1e12:.3g} TFLOPS (6N), {speed.executed_flops / 1e12:.3g} executed",
         f"{speed.percent_of_bound:.0f} % of the lower bound {prediction.lower_bound_seconds:.3g} s; "
         f"recomputation {prediction.recompute_seconds:.3g} s, optimizer exposed "

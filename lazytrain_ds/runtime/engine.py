@@ -26,6 +26,7 @@ from lazytrain_ds.runtime.activations import ActivationRuntime
 from lazytrain_ds.runtime.checkpoint import MappedCheckpointEngine, committed, recover, write_latest
 from lazytrain_ds.runtime.console import Console
 from lazytrain_ds.runtime.plans import PlanBook
+from lazytrain_ds.runtime.progress import in_first_step, in_phase
 from lazytrain_ds.runtime.setup import Setup, StoreAccess
 from lazytrain_ds.runtime.stage3 import LazyStage3
 
@@ -118,6 +119,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         chosen = make_basic_optimizer(self.optimizer_name(), self.optimizer_params(), model_parameters)
         return chosen if chosen is not None else super()._configure_basic_optimizer(model_parameters)
 
+    @in_phase("moving parameters and states to where they live")
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         if optimizer is None or isinstance(optimizer, DummyOptim):
             logger.info("lazytrain: no optimizer, so nothing is planned; this engine only runs forward passes")
@@ -166,6 +168,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_activations.set_actions(self._lt_book.actions())
 
     # -- forward and backward ----------------------------------------------------------------------------------
+    @in_first_step("the first forward")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._lt_activations is None or not torch.is_grad_enabled():  # in eval mode a backward may come as well
             return super().forward(*inputs, **kwargs)
@@ -189,6 +192,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         if self._lt_activations is not None:
             self._lt_activations.backward_begins()
 
+    @in_first_step("the first backward")
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         counts = self._lt_hook_counts() if retain_graph else []
         try:
@@ -240,6 +244,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         if type(self.checkpoint_engine) is TorchCheckpointEngine and self._lt_setup is not None:
             self.checkpoint_engine = MappedCheckpointEngine(self._config)
 
+    @in_phase("saving a checkpoint")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -287,6 +292,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         homes.load_frozen(lambda parameter: fragments[self.param_names[parameter]])
         self.optimizer.lazytrain_weights_changed()
 
+    @in_phase("loading a checkpoint")
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
         if self.global_rank == 0:
             recover(load_dir)

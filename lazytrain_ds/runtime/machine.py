@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from importlib import metadata
 
 import torch
 
@@ -16,9 +17,24 @@ from lazytrain_ds.optim.layout import StateLayout
 from lazytrain_ds.planning.instance import Channel
 from lazytrain_ds.runtime.device.emulated import Emulation
 
-__all__ = ["host_threads", "local_hardware", "update_seconds"]
+__all__ = ["about_this_run", "host_threads", "local_hardware", "update_seconds"]
 
 CPU_SHARE = 2  # device and host are the same memory on a CPU: without caps each gets this fraction of what is there
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return None
+
+
+def about_this_run(model: torch.nn.Module, hardware: HardwareSpec) -> dict[str, str]:
+    """What a reader of a run's report wants to know besides the plan."""
+    packages = ("lazytrain-ds", "deepspeed", "torch")
+    versions = {package: version for package in packages if (version := _version(package))}
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"started": started, "model": type(model).__name__, "hardware": hardware.name, **versions}
 
 
 def host_threads(device_type: str) -> int:

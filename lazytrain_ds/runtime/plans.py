@@ -32,11 +32,13 @@ from lazytrain_ds.planning.rules import RULES
 from lazytrain_ds.planning.schema import TIERS, Precision, digest
 from lazytrain_ds.planning.simulator import predict
 from lazytrain_ds.planning.solve import solve
+from lazytrain_ds.report.run_directory import RunDirectory
 from lazytrain_ds.runtime.activations.replay import RandomState
 from lazytrain_ds.runtime.device import make_device
-from lazytrain_ds.runtime.machine import host_threads, local_hardware
+from lazytrain_ds.runtime.machine import about_this_run, host_threads, local_hardware
 from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
+from lazytrain_ds.runtime.progress import in_phase
 from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
 from lazytrain_ds.workload.blocks import find_blocks
@@ -157,6 +159,7 @@ class PlanBook:
         self.device = make_device(config, self.hardware, offload is None or bool(offload.pin_memory))
         self.monitor = Monitor(dist.get_rank())
         self.nvme_store: NvmeStore | None = None
+        self.report: RunDirectory | None = None
         self.instance: Instance | None = None
         self.plan: Plan | None = None
         self.policy: Policy | None = None
@@ -168,6 +171,7 @@ class PlanBook:
         self._training: Training | None = None
 
     # -- placement ---------------------------------------------------------------------------------------------
+    @in_phase("planning where parameters and states live")
     def place(self, optimizer: torch.optim.Optimizer) -> Setup:
         """Plan parameters and states. Raises InfeasibleError before anything of ours is allocated."""
         model = self.engine.module
@@ -251,6 +255,7 @@ class PlanBook:
     def _note(self, notes: tuple[str, ...]) -> None:
         self.notes += [note for note in notes if note not in self.notes]
 
+    @in_phase("planning")
     def _choose(self, instance: Instance, placement: Plan | None) -> Plan:
         """The plan file's, or the planner's; the same on every rank (rank 0 decides)."""
         if dist.get_world_size() == 1:
@@ -354,10 +359,13 @@ class PlanBook:
         """Leave the plan in force and its instance in the user's report directory (rank 0)."""
         if self.config.report_dir == "auto" or dist.get_rank() != 0:
             return
-        directory = Path(self.config.report_dir).expanduser()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, value in (("plan.json", self.plan), ("instance.json", self.instance)):
-            (directory / name).write_text(value.to_json())
+        try:
+            if self.report is None:
+                self.report = RunDirectory(self.config.report_dir)
+                self.report.begin(about_this_run(self.engine.module, self.hardware))
+            self.report.write_plan(self.plan, self.instance)
+        except OSError as error:
+            raise ConfigError(f'"lazytrain.report_dir": cannot write {error.filename}: {error.strerror}') from error
 
     # -- activations -------------------------------------------------------------------------------------------
     def replan_for(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -381,6 +389,7 @@ class PlanBook:
         self._seen = (rows, length)  # only now: a shape that was refused is refused again
         return True
 
+    @in_phase("tracing what this batch needs")
     def _profile(self, rows: int, length: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Profile:
         """What this very call needs; where it cannot be traced, what its shape needs."""
         model, dtype, device = self.engine.module, self.dtype, self.device.torch_device.type

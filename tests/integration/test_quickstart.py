@@ -97,6 +97,26 @@ def test_plain_python_needs_neither_launcher_nor_free_default_port(example: Exam
     before, after = result(done)
     assert after < before
     assert "[lazytrain] plan" in done.stdout
+    asked = reports_of_the_readme(example)
+    assert "What binds" in asked and "measured" in asked
+    assert (example.folder / "timeline.png").is_file()
+
+
+def reports_of_the_readme(example: Example) -> str:
+    """What the README's commands about the finished run print."""
+    readme = (example.repository / "README.md").read_text()
+    found = re.search(r"<!-- test: quickstart -->\n```bash\n(.*?)```", readme, re.DOTALL)
+    assert found is not None
+    done = subprocess.run(
+        ["bash", "-euc", found[1]],
+        cwd=example.folder,
+        env=example.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_without_the_block_the_run_is_stock(example: Example) -> None:

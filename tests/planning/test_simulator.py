@@ -1,6 +1,7 @@
 """Hand-reckoned schedules for every clause of the contract in simulator.py."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from lazytrain_ds.errors import PlanError
 from lazytrain_ds.planning.plan import SubGroupPlan
 from lazytrain_ds.planning.rules import RULES, apply
 from lazytrain_ds.planning.simulator import Simulator, predict, simulate
+from tests.planning.random_plans import random_plan
 from tests.planning.tiny import DEVICE_GROUP, tiny_instance, uniform
 
 
@@ -162,6 +164,21 @@ def test_a_borrower_needs_its_owner():
     alone, both = Simulator(instance).run(plan), Simulator(tied).run(plan)
     # Owner 0 is fetched for its forward, for the borrower (forward and backward in one), for its backward.
     assert both.program.moved["h2d"][0] == alone.program.moved["h2d"][0] + 4
+
+
+def test_the_timeline_never_shows_more_bytes_than_the_peak():
+    """Copies out that linger over several visits, drawn at random: the picture's peak is the one that is capped."""
+    rng = random.Random(4)
+    instance = big_instance("0.5B", "rtx3090", rounds_of_first=2, link=2e9)
+    simulator = Simulator(instance)
+    lingering = 0
+    for _ in range(30):
+        plan = random_plan(instance, rng)
+        outcome, timeline = simulator.run(plan), simulator.timeline(plan)
+        for tier in ("device", "host", "nvme"):
+            assert timeline.peak_bytes(tier) == outcome.peaks[tier]
+        lingering += outcome.stalls["d2h"] > 0
+    assert lingering > 5
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -9,7 +9,17 @@ from rich.console import Console
 
 from lazytrain_ds.planning.simulator import predict
 from lazytrain_ds.planning.solve import solve
-from lazytrain_ds.report.tables import describe, format_count, memory_table, plan_tables, speed_lines, speed_of
+from lazytrain_ds.report.tables import (
+    block_ranges,
+    decision_table,
+    describe,
+    format_count,
+    format_number,
+    memory_table,
+    plan_tables,
+    speed_lines,
+    speed_of,
+)
 from tests.workload.models import TinyLM
 from tests.workload.test_build import build
 
@@ -67,5 +77,20 @@ def test_a_need_above_the_cap_is_red():
     assert "\x1b[31m" not in text_of(memory_table(build(TinyLM(), sizes=(2,)), plan))
 
 
+def test_numbers_have_no_exponents():
+    assert [format_number(v) for v in (0.1234, 12.34, 123.4, 2174.0, 1.5e6)] == [
+        "0.123", "12.3", "123", "2,170", "1,500,000",
+    ]  # fmt: skip
+
+
 def test_counts_in_words():
     assert [format_count(count) for count in (5, 1500, 847_000, 23_366_898_688)] == ["5", "1.5 k", "847 k", "23.4 B"]
+
+
+def test_decisions_name_their_blocks():
+    instance = build(TinyLM(), sizes=(2,))
+    plan = solve(instance, kind="checkpoint_all_host")
+    text = text_of(decision_table(instance, plan), width=100)
+    assert "1-3" in text and "ResidualMLP" in text and "boundary" in text
+    assert block_ranges([1, 2, 3, 5, 7, 8]) == "1-3, 5, 7-8"
+    assert block_ranges([4]) == "4"
