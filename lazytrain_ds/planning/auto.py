@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
+from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
 from lazytrain_ds.planning.moves import Freedom
 from lazytrain_ds.planning.plan import Plan
-from lazytrain_ds.planning.relaxation import Key, Relaxation
+from lazytrain_ds.planning.positions import PositionModel
+from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.search import Search, better, with_lead
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
@@ -23,11 +25,14 @@ __all__ = ["Candidate", "Found", "plan_auto"]
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
 _RESERVATIONS: Final = 4
 _MODEL_GAP: Final = 5e-3
+# The integer program solved for its bound.
+_BOUND_GAP: Final = 5e-4
+_BOUND_NODES: Final = 500
 
 
 @dataclass
 class Candidate:
-    """One micro-batch and step mode with its proven bound."""
+    """One micro-batch and step mode with its proven bound, which better relaxations raise."""
 
     micro_batch: int
     mode: StepMode
@@ -97,7 +102,10 @@ def plan_auto(
         base = own[0][0] if own else _resized(instance, seeds[0][0], candidate.micro_batch)
         share = budget // 2 if rank == 0 else budget // 4
         search = Search(simulator, candidate.micro_batch, freedom, share)
-        good = bound * (1 + gap / 4)
+        whole = CountModel(candidate.relaxation).solve(solver=solver, gap=_BOUND_GAP, node_limit=_BOUND_NODES)
+        candidate.bound_seconds = max(candidate.bound_seconds, whole.bound_seconds)
+        found.bound_seconds = _least(options)
+        good = found.bound_seconds * (1 + gap / 4)
         starts = _starts(candidate, placement or base, search, solver, good)
         if placement is None:
             starts = sorted((*starts[:2], *own[:1]), key=lambda item: (item[1].excess, item[1].step_seconds))
@@ -111,7 +119,25 @@ def plan_auto(
         for plan, _ in seeds[:2]:
             search = Search(simulator, plan.micro_batch, freedom, (budget - spent) // 2)
             found.offer(*search.improve(plan), "rule, improved")
+    _raise_bound(found, options, gap)
     return found
+
+
+def _least(options: list[Candidate]) -> float:
+    return min(candidate.bound_seconds for candidate in options)
+
+
+def _raise_bound(found: Found, options: list[Candidate], gap: float) -> None:
+    """Ask the model with positions about the candidates that hold the bound down, until the plan is near enough."""
+    asked: set[int] = set()
+    while options and found.outcome.fits and found.gap > gap:
+        index = min(range(len(options)), key=lambda i: options[i].bound_seconds)
+        if index in asked:
+            break
+        asked.add(index)
+        solution = PositionModel(options[index].relaxation).solve()
+        options[index].bound_seconds = max(options[index].bound_seconds, solution.bound_seconds)
+        found.bound_seconds = _least(options)
 
 
 def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:

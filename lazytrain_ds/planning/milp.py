@@ -12,8 +12,9 @@ from typing import Final
 from ortools.math_opt.python import mathopt
 
 from lazytrain_ds.errors import PlanError
+from lazytrain_ds.planning.counts import Key, Phase, Row
 from lazytrain_ds.planning.plan import Plan
-from lazytrain_ds.planning.relaxation import Key, Phase, Relaxation, Row
+from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.schema import TIERS, TRANSFER_CHANNELS, TierName
 
 __all__ = ["SOLVERS", "CountModel", "CountSolution", "solver_type"]
@@ -140,6 +141,17 @@ class CountModel:
                     self.variables[key] = model.add_variable(lb=low, ub=high, is_integer=not self.relaxed, name=name)
                 model.add_linear_constraint(mathopt.fast_sum(self.variables[key] for key in keys) == group.size)
             self._overlaps(g)
+        self._refetches()
+
+    def _refetches(self) -> None:
+        """Fetches for re-runs: by any group's blocks, at least as many as are certain in all."""
+        refetches = self.relaxation.refetches
+        if not refetches.terms:
+            return
+        for g, group in enumerate(self.relaxation.groups):
+            self.variables[Key(g, "refetch")] = self.model.add_variable(lb=0.0, ub=group.size, name=f"refetch_{g}")
+        every = mathopt.fast_sum(variable for key, variable in self.variables.items() if key.kind == "refetch")
+        self.model.add_linear_constraint(every - self._expression(refetches, 1.0) >= 0.0)
 
     def _overlaps(self, g: int) -> None:
         """Blocks that must have both of two options because there are not enough others."""
@@ -202,6 +214,7 @@ class CountModel:
             ("backward", first_backward),
             ("micro", forward + backward),
             ("micro", first + first_backward),
+            ("later", forward + backward),
         ]
         for phase, variable in phases:
             for row in relaxation.times[phase]:
@@ -225,6 +238,12 @@ class CountModel:
                 relief = rounds * (read_saved * self.early + read_latency)
             model.add_linear_constraint(self.total + relief - self._expression(row, scale * self._rate(row)) >= 0)
         self.forward = forward if rounds > 1 else first
+        self.phase_seconds = {
+            "first": first,
+            "forward": forward,
+            "backward": backward,
+            "first_backward": first_backward,
+        }
 
     def _memory(self) -> None:
         relaxation, model = self.relaxation, self.model

@@ -5,75 +5,24 @@ at least that many bytes. So the model's optimum is a lower bound of every plan'
 the search. What order alone decides (which block of a group takes which option) is left out.
 
 Phases of a step: `first` (from the end of the last backward to the end of the first forward, optimizer included),
-`forward` (any later forward), `backward`; `micro` is a forward with its backward, `step` all of them.
+`forward` (any later forward), `backward`; `micro` is a forward with its backward, `later` the average of those after
+the first, `step` all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final
 
-from lazytrain_ds.planning.costs import BlockNumbers, Costs
+from lazytrain_ds.planning.costs import Costs
+from lazytrain_ds.planning.counts import ActivationOption, Group, Key, Phase, Row
+from lazytrain_ds.planning.departures import remaining, senders
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.moves import Space
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
+from lazytrain_ds.planning.reruns import refetches
 from lazytrain_ds.planning.schema import TIERS, TierName
 
 __all__ = ["ActivationOption", "Group", "Key", "Phase", "Relaxation", "Row"]
-
-Phase = Literal["first", "forward", "backward", "micro", "step"]
-Kind = Literal["activation", "parameter", "optimizer", "write_back", "parameter_out", "refetch"]
-
-
-class Key(NamedTuple):
-    """A count: blocks of `group` whose `kind` of decision is number `option`."""
-
-    group: int
-    kind: Kind
-    option: int = 0
-
-
-class ActivationOption(NamedTuple):
-    choice: str
-    saved: TierName
-    boundary: str
-
-
-@dataclass
-class Group:
-    """Equal blocks whose position does not matter to the model (or a single block whose does)."""
-
-    blocks: list[int]
-    numbers: BlockNumbers
-    activations: list[ActivationOption]
-    parameters: list[tuple[TierName, bool]]
-    optimizers: list[SubGroupPlan]
-
-    def __post_init__(self) -> None:
-        self.activation_index = {option: index for index, option in enumerate(self.activations)}
-        self.parameter_index = {option: index for index, option in enumerate(self.parameters)}
-        self.optimizer_index = {option: index for index, option in enumerate(self.optimizers)}
-
-    @property
-    def size(self) -> int:
-        return len(self.blocks)
-
-
-@dataclass
-class Row:
-    """`target` is at least `constant` plus the sum of coefficient times count (seconds, or bytes for a tier)."""
-
-    name: str
-    constant: float = 0.0
-    terms: dict[Key, float] = field(default_factory=dict)
-
-    def add(self, key: Key, coefficient: float) -> None:
-        if coefficient:
-            self.terms[key] = self.terms.get(key, 0.0) + coefficient
-
-    def value(self, counts: dict[Key, float]) -> float:
-        return self.constant + sum(coefficient * counts.get(key, 0.0) for key, coefficient in self.terms.items())
-
 
 # Positions from either end that get a group of their own: what happens there is exposed or sets the peak.
 _HEAD: Final = 1
@@ -93,7 +42,8 @@ class Relaxation:
         self.group_of: list[int] = [0] * instance.block_count
         self.fixed: dict[Key, float] | None = None
         self._make_groups()
-        self.times: dict[Phase, list[Row]] = {"first": [], "forward": [], "backward": [], "micro": [], "step": []}
+        phases: tuple[Phase, ...] = ("first", "forward", "backward", "micro", "later", "step")
+        self.times: dict[Phase, list[Row]] = {phase: [] for phase in phases}
         self.memory: dict[TierName, Row] = {tier: Row(tier) for tier in TIERS}
         # Bytes of host memory a kind of staging takes as soon as one of its options occurs.
         self.staging: dict[str, dict[Key, int]] = {"states": {}, "parameters": {}, "gradients": {}}
@@ -171,6 +121,7 @@ class Relaxation:
         host = self._row("first", "host")
         # What a micro-step moves it moves within itself, except for its last two gradients.
         self.h2d_micro, self.d2h_micro = self._row("micro", "h2d"), self._row("micro", "d2h")
+        self.d2h_later = Row("d2h")
         self.read_micro, self.write_micro = self._row("micro", "nvme_read"), self._row("micro", "nvme_write")
         self.h2d_step, self.d2h_step = self._row("step", "h2d"), self._row("step", "d2h")
         self.read_step, self.write_step = self._row("step", "nvme_read"), self._row("step", "nvme_write")
@@ -189,41 +140,20 @@ class Relaxation:
             ]
             largest = sorted(writes, reverse=True)
             state_writes.constant = -sum(largest[:2])
-        # All gradients but the last two have left when backward ends. The last two are block 0's, where it has one,
-        # and others' of the body; the last block's only where hardly any body block is stepped on the host.
-        body = [b for b in range(1, n - 1) if costs.blocks[b].trainable]
-        largest_gradient = max((costs.d2h.seconds(costs.blocks[b].gradient_bytes) for b in body), default=0.0)
-        last_gradient = costs.d2h.seconds(last_block.gradient_bytes)
-        out.constant = -2 * largest_gradient - last_gradient
-        relief: dict[Key, float] = {}
-        for b in body:
-            group = self.groups[self.group_of[b]]
-            for index, sub_group in enumerate(group.optimizers):
-                if sub_group.step_device == "host":
-                    share = last_gradient / len(body) / group.size
-                    key = Key(self.group_of[b], "optimizer", index)
-                    relief[key] = relief.get(key, 0.0) + share
-        if first_block.trainable and n > 1:
-            for index, sub_group in enumerate(self.groups[first_group].optimizers):
-                if sub_group.step_device == "host":
-                    own = costs.d2h.seconds(first_block.gradient_bytes)
-                    relief[Key(first_group, "optimizer", index)] = largest_gradient - own
-        # Gradients below the last two blocks only start to leave when those are through.
-        late = self._row("backward", "d2h")
-        late.constant = -2 * largest_gradient
+        # All gradients but the last two have left when the last sender's backward begins.
+        left = remaining(costs, self.groups, self.group_of, last=True)
+        out.subtract(left)
+        if n > 1:
+            out.constant += last_block.backward_seconds + first_block.backward_seconds
         if n > 2:
-            late.constant += last_block.backward_seconds + costs.blocks[n - 2].backward_seconds
+            # Gradients below the last two blocks only start to leave when those are through.
+            late = self._row("backward", "d2h")
+            late.subtract(remaining(costs, self.groups, self.group_of, last=False))
+            second = costs.blocks[n - 2]
+            late.constant += last_block.backward_seconds + second.backward_seconds + first_block.backward_seconds
             for g, group in enumerate(self.groups):
-                if g == last_group or not group.numbers.trainable:
-                    continue
-                for index, sub_group in enumerate(group.optimizers):
-                    if sub_group.step_device == "host":
-                        late.add(Key(g, "optimizer", index), costs.d2h.seconds(group.numbers.gradient_bytes))
-            for key, coefficient in relief.items():
-                if key.group == first_group:
-                    late.add(key, coefficient)
-        for key, coefficient in relief.items():
-            out.add(key, coefficient)
+                for key in senders(group, g) if g != last_group else ():
+                    late.add(key, costs.d2h.seconds(group.numbers.gradient_bytes))
         # A dropped boundary re-runs the block before it, which must be one that keeps its boundary only.
         recomputed = [any(choice[4] for choice in menu.values()) for menu in costs.choices]
         least_forward = [
@@ -234,6 +164,12 @@ class Relaxation:
             for group in self.groups
         ]
 
+        # Transfers follow each other, and while one lasts compute gets no further than its lead: waits add up.
+        lead = instance.allowed.longest_lead
+        reach = [
+            max(sum(costs.blocks[i].forward_seconds for i in range(max(0, b - lead), b)) for b in group.blocks)
+            for group in self.groups
+        ]
         for g, group in enumerate(self.groups):
             numbers = group.numbers
             any_block = group.blocks[0]
@@ -256,6 +192,8 @@ class Relaxation:
                     self.next.add(key, numbers.parameter_bytes)
                 for phase in ("first", "forward"):
                     link[phase].add(key, fetch)
+                    if g != first_group:
+                        compute[phase].add(key, max(0.0, fetch - reach[g]))
                 if passes == 2:
                     link["backward"].add(key, fetch)
                 self.h2d_step.add(key, passes * rounds * fetch)
@@ -268,8 +206,8 @@ class Relaxation:
                     self.read_step.add(key, passes * rounds * read)
                     self.read_micro.add(key, passes * read)
                     if numbers.trainable:
-                        self.written.add(key, numbers.parameter_bytes)
-                        self.write_step.add(key, costs.nvme_write.seconds(numbers.parameter_bytes))
+                        self.written.add(key, numbers.trained_bytes)
+                        self.write_step.add(key, costs.nvme_write.seconds(numbers.trained_bytes))
                 if g == first_group:
                     exposed = fetch + (read if tier == "nvme" else 0.0)
                     compute["forward"].add(key, exposed)
@@ -288,6 +226,8 @@ class Relaxation:
                     )
                 back = Key(g, "write_back")
                 link["first"].add(back, fetch)
+                if g != first_group:
+                    compute["first"].add(back, max(0.0, fetch - reach[g]))
                 self.h2d_step.add(back, fetch)
                 memory["host"].add(back, numbers.parameter_bytes)
                 away = Key(g, "parameter_out")
@@ -297,11 +237,16 @@ class Relaxation:
             self.h2d_step.add(again, rounds * fetch)
             self.h2d_micro.add(again, fetch)
 
-        # The same relief as for backward alone.
-        self.d2h_micro.constant = out.constant
-        for key, coefficient in relief.items():
-            self.d2h_micro.add(key, coefficient)
+        # What is left over of one micro-step's gradients is part of the next one's: only the last one's gets away.
+        self.d2h_micro.subtract(left)
+        if self.rounds > 1:
+            self.d2h_later.subtract(left, self.rounds - 1)
+            self.times["later"].append(self.d2h_later)
+        if n > 1:
+            self.d2h_micro.constant += first_block.backward_seconds
+            self.d2h_later.constant += first_block.backward_seconds / max(1, self.rounds - 1)
 
+        self.refetches, self.cheapest_refetch = refetches(costs, self.groups, lead)
         self._staging()
         self.turn.constant = last_block.transient_backward_bytes + last_block.gradient_bytes
         if n > 1:
@@ -370,6 +315,7 @@ class Relaxation:
             self.offloaded_seconds.add(key, seconds)
             self.d2h_step.add(key, rounds * seconds)
             self.d2h_micro.add(key, seconds)
+            self.d2h_later.add(key, seconds)
             back = costs.h2d.seconds(byte_count)
             link["backward"].add(key, back)
             self.h2d_step.add(key, rounds * back)
@@ -384,6 +330,10 @@ class Relaxation:
                 self.write_micro.add(key, write)
                 self.written_seconds.add(key, write)
                 self.written.add(key, rounds * byte_count)
+
+    def _after_update(self, block: int) -> float:
+        numbers = self.costs.blocks[block]
+        return self.costs.h2d.seconds(numbers.parameter_bytes) + numbers.forward_seconds
 
     def _optimizer_terms(
         self,
@@ -413,6 +363,7 @@ class Relaxation:
         out.add(key, gradient)
         self.d2h_step.add(key, rounds * gradient)
         self.d2h_micro.add(key, gradient)
+        self.d2h_later.add(key, gradient)
         host.add(key, seconds)
         self.host_step.add(key, seconds + (rounds - 1) * numbers.accumulate_seconds)
         fetch = costs.h2d.seconds(numbers.parameter_bytes)
@@ -426,8 +377,11 @@ class Relaxation:
             link["first"].add(key, arrives if self.mode == "serial" else arrives + seconds)
             if self.mode == "hidden":
                 compute["first"].add(key, arrives + seconds + fetch)
-        if self.mode == "hidden" and key.group == self.group_of[n - 1] and n > 1:
-            host.add(key, fetch)
+        if self.mode == "hidden" and n > 1:
+            # What follows the last update: that block's fetch, its forward and the last block's.
+            others = [b for b in range(n - 1) if costs.blocks[b].trainable]
+            after = min((self._after_update(b) for b in others), default=0.0)
+            host.add(key, fetch - after if key.group == self.group_of[n - 1] else after / len(others))
         if group.tier == "nvme":
             read, write = costs.nvme_read.seconds(states), costs.nvme_write.seconds(states)
             reads["first"].add(key, read)
@@ -482,7 +436,8 @@ class Relaxation:
         forward = max(row.value(counts) for row in self.times["forward"])
         backward = max(row.value(counts) for row in self.times["backward"])
         micro = max(row.value(counts) for row in self.times["micro"])
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        later = max((row.value(counts) for row in self.times["later"]), default=0.0)
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, later)
         return max(total, *(row.value(counts) for row in self.times["step"]))
 
     def least_seconds(self, counts: dict[Key, float]) -> float:
@@ -493,15 +448,18 @@ class Relaxation:
             "h2d": lead * self.costs.h2d.seconds(longest),
             "nvme_read": lead * self.costs.nvme_read.seconds(longest),
         }
-        # A re-run's parameters may still be there: its fetch is no certain cost.
+        # A re-run's parameters may still be there: not every fetch of the plan's is a certain cost.
+        certain = self.refetches.value(counts)
         counts = {key: value for key, value in counts.items() if key.kind != "refetch"}
+        if certain > 0:
+            counts[Key(self.cheapest_refetch, "refetch")] = certain
 
         def longest_of(phase: Phase) -> float:
-            reduced = phase in ("backward", "micro")
-            return max(row.value(counts) - (relief.get(row.name, 0.0) if reduced else 0.0) for row in self.times[phase])
+            less = relief if phase in ("backward", "micro") else {}
+            return max((row.value(counts) - less.get(row.name, 0.0) for row in self.times[phase]), default=0.0)
 
         first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, longest_of("later"))
         step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
         return max(total, *step)
 
