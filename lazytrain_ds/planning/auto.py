@@ -12,11 +12,12 @@ from typing import Final
 from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
-from lazytrain_ds.planning.milp import CountModel
+from lazytrain_ds.planning.milp import CountModel, CountSolution
 from lazytrain_ds.planning.moves import Freedom
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.positions import PositionModel
 from lazytrain_ds.planning.relaxation import Relaxation
+from lazytrain_ds.planning.schema import TierName
 from lazytrain_ds.planning.search import Search, better, with_lead
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
@@ -25,9 +26,10 @@ __all__ = ["Candidate", "Found", "plan_auto"]
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
 _RESERVATIONS: Final = 4
 _MODEL_GAP: Final = 5e-3
+_MODEL_NODES: Final = 100
 # The integer program solved for its bound.
 _BOUND_GAP: Final = 5e-4
-_BOUND_NODES: Final = 500
+_BOUND_NODES: Final = 200
 
 
 @dataclass
@@ -148,18 +150,35 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
 _SETTINGS: Final = ((4, 1.0), (4, 0.85), (2, 1.0), (2, 0.85), (4, 0.7), (1, 0.7))
 
 
+class _Memory:
+    """A count model with its solutions by what is held back."""
+
+    def __init__(self, model: CountModel, solver: str) -> None:
+        self._model = model
+        self._solver = solver
+        self._known: dict[tuple[tuple[TierName, float], ...], CountSolution] = {}
+
+    def solve(self, reserve: dict[TierName, float]) -> CountSolution:
+        key = tuple(reserve.items())
+        if key not in self._known:
+            for tier, byte_count in key:
+                self._model.reserve(tier, byte_count)
+            self._known[key] = self._model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
+        return self._known[key]
+
+
 def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good: float) -> list[tuple[Plan, Outcome]]:
     """Arranged solutions of the count model, the best first: feasible ones by time, then by excess."""
     longest = search.simulator.instance.allowed.longest_lead
     pool: list[tuple[Plan, Outcome]] = []
     tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
+    models = {derate: _Memory(CountModel(candidate.relaxation, derate=derate), solver) for _, derate in _SETTINGS}
     for lead, derate in dict.fromkeys((min(lead, longest), derate) for lead, derate in _SETTINGS):
-        model = CountModel(candidate.relaxation, derate=derate)
-        reserve = {"device": 0.0, "host": 0.0, "nvme": 0.0}
+        reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
         lead_base = with_lead(with_lead(base, "parameter_lead", lead), "activation_lead", lead)
         orders = ORDERS
         for _ in range(_RESERVATIONS):
-            solution = model.solve(solver=solver, gap=_MODEL_GAP)
+            solution = models[derate].solve(reserve)
             if solution.counts is None:
                 break
             key = (lead, tuple(sorted(solution.counts.items())))
@@ -180,7 +199,6 @@ def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good:
             orders = tuple(order for _, order in results[:3])
             for tier, need, have in results[0][0].shortages:
                 reserve[tier] += (need - have) * 1.05
-                model.reserve(tier, reserve[tier])
         if any(outcome.fits and outcome.step_seconds <= good for _, outcome in pool):
             break
     pool.sort(key=lambda item: (item[1].excess, item[1].step_seconds))

@@ -207,11 +207,18 @@ class CountModel:
         read = relaxation.costs.nvme_read
         read_saved, read_latency = self._unit / read.bytes_per_second / scale, lead * read.latency_seconds / scale
         self.waits = [model.add_variable(lb=0.0, name=f"wait_{index}") for index in range(2)]
+        # The last backward may be longer than the average one, the others shorter; each obeys the rows of its phase.
+        shortest = {
+            "forward": model.add_variable(lb=0.0, name="shortest_forward"),
+            "backward": model.add_variable(lb=0.0, name="shortest_backward"),
+        }
         phases: list[tuple[Phase, mathopt.LinearTypes]] = [
             ("first", first),
             ("forward", forward),
             ("backward", backward),
             ("backward", first_backward),
+            ("forward", shortest["forward"]),
+            ("backward", shortest["backward"]),
             ("micro", forward + backward),
             ("micro", first + first_backward),
             ("later", forward + backward),
@@ -232,6 +239,8 @@ class CountModel:
         rounds = relaxation.rounds
         steady = (rounds - 1) * (forward + backward)
         model.add_linear_constraint(self.total - first - first_backward - steady >= 0)
+        passes = (rounds - 1) * (shortest["forward"] + shortest["backward"])
+        model.add_linear_constraint(self.total - passes - self._expression(relaxation.drain, scale) >= 0)
         for row in relaxation.times["step"]:
             relief = rounds * saved * self.early if row.name == "h2d" else 0.0
             if row.name == "nvme_read":
@@ -337,8 +346,10 @@ class CountModel:
     ) -> CountSolution:
         """Solve to `gap` or `node_limit`. Raises PlanError where the solver fails (infeasible is a status)."""
         parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, node_limit=node_limit)
+        if not self.relaxed:
+            parameters.cuts = parameters.heuristics = mathopt.Emphasis.LOW
         model_parameters = mathopt.ModelSolveParameters()
-        if hint is not None and solver != "highs" and solver != "auto":
+        if hint is not None and solver != "highs":
             values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}
             zero = {variable: 0.0 for key, variable in self.variables.items() if key not in hint}
             model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values={**zero, **values}))
@@ -362,8 +373,11 @@ class CountModel:
     def _run(
         self, solver: str, parameters: mathopt.SolveParameters, model_parameters: mathopt.ModelSolveParameters
     ) -> mathopt.SolveResult:
-        """MathOpt's answer; where HiGHS fails inside (it sometimes does on hardly feasible models), SCIP's."""
-        names = (solver, "scip") if solver in ("auto", "highs") else (solver,)
+        """MathOpt's answer; where a solver fails inside (HiGHS sometimes does on hardly feasible models), another's."""
+        if solver == "auto":  # by benchmarks/planner_solvers.py
+            names: tuple[str, ...] = ("highs", "scip") if self.relaxed else ("scip", "highs")
+        else:
+            names = (solver, "scip") if solver == "highs" else (solver,)
         failure: Exception | None = None
         for name in names:
             try:

@@ -128,6 +128,9 @@ class Relaxation:
         self.host_step = self._row("step", "host")
         state_writes = self._row("first", "nvme_write")
         host.constant = last_block.forward_seconds if hidden else forward_compute
+        # The last backward and the first forward after it: all gradients leave, then the host updates.
+        self.drain = Row("drain")
+        self.drain.constant = host.constant + last_block.backward_seconds
 
         memory = self.memory
         memory["device"].constant = instance.fixed_device_bytes
@@ -365,6 +368,9 @@ class Relaxation:
         self.d2h_micro.add(key, gradient)
         self.d2h_later.add(key, gradient)
         host.add(key, seconds)
+        trainable = [block.accumulate_seconds for block in costs.blocks if block.trainable]
+        added = min(trainable) / len(trainable) if rounds > 1 else 0.0
+        self.drain.add(key, gradient + seconds + added)
         self.host_step.add(key, seconds + (rounds - 1) * numbers.accumulate_seconds)
         fetch = costs.h2d.seconds(numbers.parameter_bytes)
         arrives = gradient + (numbers.accumulate_seconds if rounds > 1 else 0.0)
@@ -381,7 +387,9 @@ class Relaxation:
             # What follows the last update: that block's fetch, its forward and the last block's.
             others = [b for b in range(n - 1) if costs.blocks[b].trainable]
             after = min((self._after_update(b) for b in others), default=0.0)
-            host.add(key, fetch - after if key.group == self.group_of[n - 1] else after / len(others))
+            share = fetch - after if key.group == self.group_of[n - 1] else after / len(others)
+            host.add(key, share)
+            self.drain.add(key, share)
         if group.tier == "nvme":
             read, write = costs.nvme_read.seconds(states), costs.nvme_write.seconds(states)
             reads["first"].add(key, read)
@@ -438,7 +446,12 @@ class Relaxation:
         micro = max(row.value(counts) for row in self.times["micro"])
         later = max((row.value(counts) for row in self.times["later"]), default=0.0)
         total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, later)
+        total = max(total, self._drained(self.drain.value(counts), forward, backward))
         return max(total, *(row.value(counts) for row in self.times["step"]))
+
+    def _drained(self, drain: float, forward: float, backward: float) -> float:
+        """The step as the last backward with the next forward, and every other pass."""
+        return drain + (self.rounds - 1) * (forward + backward)
 
     def least_seconds(self, counts: dict[Key, float]) -> float:
         """No plan with these counts has a shorter step: what prefetches before backward may save is taken off."""
@@ -460,6 +473,7 @@ class Relaxation:
 
         first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
         total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, longest_of("later"))
+        total = max(total, self._drained(self.drain.value(counts), forward, backward))
         step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
         return max(total, *step)
 
