@@ -235,6 +235,12 @@ class Relaxation:
                 memory["host"].add(back, numbers.parameter_bytes)
                 away = Key(g, "parameter_out")
                 self.d2h_step.add(away, costs.d2h.seconds(numbers.parameter_bytes))
+                if g == first_group and hidden:
+                    # Stepped on the device, copied out and fetched again before the first block can run.
+                    compute["first"].add(away, fetch)
+                    entry = self._row("first", "compute")
+                    entry.constant = forward_compute
+                    entry.add(away, costs.d2h.seconds(numbers.parameter_bytes) + fetch)
             again = Key(g, "refetch")
             link["backward"].add(again, fetch)
             self.h2d_step.add(again, rounds * fetch)
