@@ -12,7 +12,7 @@ from typing import Final
 from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
-from lazytrain_ds.planning.milp import CountModel, CountSolution
+from lazytrain_ds.planning.milp import CountModel
 from lazytrain_ds.planning.moves import Freedom
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.positions import PositionModel
@@ -26,7 +26,7 @@ __all__ = ["Candidate", "Found", "plan_auto"]
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
 _RESERVATIONS: Final = 4
 _MODEL_GAP: Final = 5e-3
-_MODEL_NODES: Final = 100
+_MODEL_NODES: Final = 50
 # The integer program solved for its bound.
 _BOUND_GAP: Final = 5e-4
 _BOUND_NODES: Final = 200
@@ -108,9 +108,9 @@ def plan_auto(
         candidate.bound_seconds = max(candidate.bound_seconds, whole.bound_seconds)
         found.bound_seconds = _least(options)
         good = found.bound_seconds * (1 + gap / 4)
-        starts = _starts(candidate, placement or base, search, solver, good)
+        starts = _Starts(candidate, placement or base, search, solver).collect(good)
         if placement is None:
-            starts = sorted((*starts[:2], *own[:1]), key=lambda item: (item[1].excess, item[1].step_seconds))
+            starts = sorted((*starts[:2], *own[:1]), key=_merit)
         for plan, outcome in starts[:2]:
             plan, outcome = search.improve(plan, good)
             found.offer(plan, outcome, "count model, arranged and improved")
@@ -146,60 +146,87 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
     return replace(plan, micro_batch=micro_batch, rounds=instance.rounds(micro_batch))
 
 
-# (prefetch lead, share of the channels' rates the model may count on): the model knows volumes, not moments.
-_SETTINGS: Final = ((4, 1.0), (4, 0.85), (2, 1.0), (2, 0.85), (4, 0.7), (1, 0.7))
+# Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
+_LEADS: Final = (4, 2, 1, 0)
+_RATES: Final = (1.0, 0.85, 0.7)
+# With less than the whole rate only so many leads are tried: those that did best with it.
+_BEST_LEADS: Final = 2
 
 
-class _Memory:
-    """A count model with its solutions by what is held back."""
+class _Starts:
+    """Arranged solutions of one candidate's count model."""
 
-    def __init__(self, model: CountModel, solver: str) -> None:
-        self._model = model
+    def __init__(self, candidate: Candidate, base: Plan, search: Search, solver: str) -> None:
+        self._relaxation = candidate.relaxation
+        self._base = base
+        self._search = search
         self._solver = solver
-        self._known: dict[tuple[tuple[TierName, float], ...], CountSolution] = {}
+        self.pool: list[tuple[Plan, Outcome]] = []
+        self._relaxations: dict[int, Relaxation] = {}
+        self._tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
 
-    def solve(self, reserve: dict[TierName, float]) -> CountSolution:
-        key = tuple(reserve.items())
-        if key not in self._known:
-            for tier, byte_count in key:
-                self._model.reserve(tier, byte_count)
-            self._known[key] = self._model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
-        return self._known[key]
+    def collect(self, good: float) -> list[tuple[Plan, Outcome]]:
+        """The best first: feasible ones by time, then by excess; stops at one that takes at most `good` seconds."""
+        longest = self._search.simulator.instance.allowed.longest_lead
+        leads = list(dict.fromkeys(min(lead, longest) for lead in _LEADS))
+        for rate in _RATES:
+            done: list[tuple[int, float, int]] = []
+            for lead in leads:
+                best = self._with_lead(lead, rate)
+                if best is None:
+                    continue
+                done.append((best.excess, best.step_seconds, lead))
+                if best.fits and best.step_seconds <= good:
+                    break
+            leads = [lead for *_, lead in sorted(done)[:_BEST_LEADS]]
+            if not leads or any(outcome.fits and outcome.step_seconds <= good for _, outcome in self.pool):
+                break
+        self.pool.sort(key=_merit)
+        return self.pool
 
+    def _with_longest(self, lead: int) -> Relaxation:
+        """The candidate's model where no lead is longer: it knows what a short one cannot hide or hold."""
+        if lead not in self._relaxations:
+            whole = self._relaxation
+            allowed = replace(whole.instance.allowed, longest_lead=lead)
+            relaxation = Relaxation(replace(whole.instance, allowed=allowed), whole.costs, whole.mode)
+            relaxation.fixed = whole.fixed
+            self._relaxations[lead] = relaxation
+        return self._relaxations[lead]
 
-def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good: float) -> list[tuple[Plan, Outcome]]:
-    """Arranged solutions of the count model, the best first: feasible ones by time, then by excess."""
-    longest = search.simulator.instance.allowed.longest_lead
-    pool: list[tuple[Plan, Outcome]] = []
-    tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
-    models = {derate: _Memory(CountModel(candidate.relaxation, derate=derate), solver) for _, derate in _SETTINGS}
-    for lead, derate in dict.fromkeys((min(lead, longest), derate) for lead, derate in _SETTINGS):
+    def _with_lead(self, lead: int, rate: float) -> Outcome | None:
+        """Solve for this lead and arrange, holding back memory until a plan fits; the best outcome."""
+        model = CountModel(self._with_longest(lead), derate=rate)
         reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
-        lead_base = with_lead(with_lead(base, "parameter_lead", lead), "activation_lead", lead)
+        base = with_lead(with_lead(self._base, "parameter_lead", lead), "activation_lead", lead)
         orders = ORDERS
+        found: list[Outcome] = []
         for _ in range(_RESERVATIONS):
-            solution = models[derate].solve(reserve)
+            solution = model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
             if solution.counts is None:
                 break
             key = (lead, tuple(sorted(solution.counts.items())))
-            if key in tried:
+            if key in self._tried:
                 break
-            tried.add(key)
+            self._tried.add(key)
             results: list[tuple[Outcome, Order]] = []
-            for order, plan in arrange(candidate.relaxation, solution.counts, lead_base, orders):
-                outcome = search.evaluate(plan)
+            for order, plan in arrange(self._relaxation, solution.counts, base, orders):
+                outcome = self._search.evaluate(plan)
                 if outcome is None:
                     break
-                pool.append((plan, outcome))
+                self.pool.append((plan, outcome))
                 results.append((outcome, order))
             results.sort(key=lambda item: (item[0].excess, item[0].step_seconds))
+            found += [outcome for outcome, _ in results[:1]]
             if not results or results[0][0].fits:
                 break
             # What the model cannot see needs room; next time only the orders that needed least.
             orders = tuple(order for _, order in results[:3])
             for tier, need, have in results[0][0].shortages:
                 reserve[tier] += (need - have) * 1.05
-        if any(outcome.fits and outcome.step_seconds <= good for _, outcome in pool):
-            break
-    pool.sort(key=lambda item: (item[1].excess, item[1].step_seconds))
-    return pool
+                model.reserve(tier, reserve[tier])
+        return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
+
+
+def _merit(item: tuple[Plan, Outcome]) -> tuple[int, float]:
+    return item[1].excess, item[1].step_seconds

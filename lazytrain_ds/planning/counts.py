@@ -68,4 +68,9 @@ class Row:
             self.add(key, -coefficient / parts)
 
     def value(self, counts: dict[Key, float]) -> float:
-        return self.constant + sum(coefficient * counts.get(key, 0.0) for key, coefficient in self.terms.items())
+        terms, total = self.terms, self.constant
+        for key, count in counts.items():
+            coefficient = terms.get(key)
+            if coefficient is not None:
+                total += coefficient * count
+        return total

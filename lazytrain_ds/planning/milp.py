@@ -276,6 +276,7 @@ class CountModel:
                 self._limit(tier, used - slack, cap)
                 continue
             fixed = self._expression(relaxation.memory["device"], self._unit)
+            self._slots(fixed - slack, cap)
             n = instance.block_count
             # What has not left yet when backward starts still counts. Elapsed time: the forward, waits, re-runs.
             rate = costs.d2h.bytes_per_second * self._scale / self._unit
@@ -302,6 +303,24 @@ class CountModel:
         budget = instance.nvme_write_budget_bytes_per_step
         if budget is not None:
             self._limit("nvme_written", self._expression(relaxation.written, self._unit), budget / self._unit)
+
+    def _slots(self, fixed: mathopt.LinearTypes, cap: float) -> None:
+        """While a block runs backward whose parameters are fetched, they are on the device as well."""
+        relaxation = self.relaxation
+        for g, group in enumerate(relaxation.groups):
+            fetched = [
+                self.variables[Key(g, "parameter", option)]
+                for option, (tier, _) in enumerate(group.parameters)
+                if tier != "device" and Key(g, "parameter", option) in self.variables
+            ]
+            if not fetched or not group.numbers.parameter_bytes:
+                continue
+            numbers = group.numbers
+            occurs = self.model.add_variable(lb=0.0, ub=1.0, is_integer=not self.relaxed, name=f"fetched_{g}")
+            self.model.add_linear_constraint(mathopt.fast_sum(fetched) - group.size * occurs <= 0)
+            slot = (numbers.parameter_bytes / self._unit) * occurs
+            slot = slot + (numbers.transient_backward_bytes + numbers.gradient_bytes) / self._unit
+            self._limit(f"slot_{g}", fixed + slot, cap)
 
     def _staging(self) -> mathopt.LinearSum:
         """Staging buffers on the host: a kind costs its largest option that occurs."""
@@ -336,8 +355,8 @@ class CountModel:
 
     def reserve(self, tier: TierName, byte_count: float) -> None:
         """Keep `byte_count` bytes of `tier` out of reach."""
-        for name in ("turn", "next") if tier == "device" else (tier,):
-            if name in self.capacity:
+        for name in self.capacity:
+            if name == tier or (tier == "device" and name.startswith(("turn", "next", "slot"))):
                 constraint, upper = self.capacity[name]
                 constraint.upper_bound = upper - byte_count / self._unit
 

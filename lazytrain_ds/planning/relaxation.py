@@ -11,11 +11,10 @@ the first, `step` all of them.
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 from lazytrain_ds.planning.costs import Costs
 from lazytrain_ds.planning.counts import ActivationOption, Group, Key, Phase, Row
 from lazytrain_ds.planning.departures import remaining, senders
+from lazytrain_ds.planning.grouping import make_groups
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.moves import Space
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
@@ -23,10 +22,6 @@ from lazytrain_ds.planning.reruns import refetches
 from lazytrain_ds.planning.schema import TIERS, TierName
 
 __all__ = ["ActivationOption", "Group", "Key", "Phase", "Relaxation", "Row"]
-
-# Positions from either end that get a group of their own: what happens there is exposed or sets the peak.
-_HEAD: Final = 1
-_TAIL: Final = 2
 
 
 class Relaxation:
@@ -38,10 +33,10 @@ class Relaxation:
         self.mode = mode
         self.rounds = costs.rounds
         self.space = Space(instance, costs.micro_batch)
-        self.groups: list[Group] = []
-        self.group_of: list[int] = [0] * instance.block_count
         self.fixed: dict[Key, float] | None = None
-        self._make_groups()
+        # What a block's decision counts as; plans share the decisions of blocks that a move leaves alone.
+        self._keys: list[dict[int, tuple[BlockPlan, list[Key]]]] = [{} for _ in instance.order]
+        self.groups, self.group_of = make_groups(instance, costs, self.space)
         phases: tuple[Phase, ...] = ("first", "forward", "backward", "micro", "later", "step")
         self.times: dict[Phase, list[Row]] = {phase: [] for phase in phases}
         self.memory: dict[TierName, Row] = {tier: Row(tier) for tier in TIERS}
@@ -54,45 +49,6 @@ class Relaxation:
         self.turn = Row("turn")
         self.next = Row("next")
         self._make_rows()
-
-    # ---- groups
-
-    def _make_groups(self) -> None:
-        instance, n = self.instance, self.instance.block_count
-        owners = {owner for _, owner in instance.borrows}
-        found: dict[tuple[Any, ...], int] = {}
-        for block, name in enumerate(instance.order):
-            alone = block < _HEAD or block >= n - _TAIL or block in owners
-            key = (name, block if alone else -1)
-            if key not in found:
-                found[key] = len(self.groups)
-                self.groups.append(
-                    Group(
-                        [],
-                        self.costs.blocks[block],
-                        self._activation_options(block, alone),
-                        list(self.space.values[name, "parameters"]) or [("host", False)],
-                        list(self.space.values[name, "optimizer"]) or [SubGroupPlan()],
-                    )
-                )
-            self.groups[found[key]].blocks.append(block)
-            self.group_of[block] = found[key]
-
-    def _activation_options(self, block: int, alone: bool) -> list[ActivationOption]:
-        name = self.instance.order[block]
-        result: list[ActivationOption] = []
-        for choice in self.space.values[name, "choice"]:
-            _, offloadable, _, needs_input, is_boundary = self.costs.choices[block][choice]
-            saved = self.space.values[name, "saved"] if offloadable else ()
-            if needs_input:
-                homes = [home for home in self.space.values[name, "boundary"] if home != "dropped"]
-                if is_boundary and "dropped" in self.space.values[name, "boundary"] and (block > 0 or not alone):
-                    homes.append("dropped")
-            else:
-                homes = ["device"]
-            for tier in saved or ("device",):
-                result.extend(ActivationOption(choice, tier, home) for home in homes)
-        return result
 
     # ---- rows
 
@@ -169,6 +125,8 @@ class Relaxation:
 
         # Transfers follow each other, and while one lasts compute gets no further than its lead: waits add up.
         lead = instance.allowed.longest_lead
+        waits = {phase: self._row(phase, "compute") for phase in ("first", "forward")}
+        waits["first"].constant = waits["forward"].constant = forward_compute
         reach = [
             max(sum(costs.blocks[i].forward_seconds for i in range(max(0, b - lead), b)) for b in group.blocks)
             for group in self.groups
@@ -204,6 +162,7 @@ class Relaxation:
                 if tier == "nvme":
                     for phase in ("first", "forward"):
                         reads[phase].add(key, read)
+                        waits[phase].add(key, max(0.0, read - reach[g]))
                     if passes == 2:
                         reads["backward"].add(key, read)
                     self.read_step.add(key, passes * rounds * read)
@@ -410,24 +369,34 @@ class Relaxation:
         """How often each option occurs in `plan`."""
         result: dict[Key, float] = {}
 
-        def more(key: Key) -> None:
-            result[key] = result.get(key, 0.0) + 1.0
-
+        resident_before = True
         for block, decided in enumerate(plan.blocks):
-            g = self.group_of[block]
-            group = self.groups[g]
-            more(Key(g, "activation", group.activation_index[self.option_of(block, decided)]))
-            more(Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]))
-            if group.numbers.trainable:
-                more(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
-                on_device = decided.optimizer.step_device == "device"
-                if decided.resident and not on_device:
-                    more(Key(g, "write_back"))
-                if not decided.resident and on_device:
-                    more(Key(g, "parameter_out"))
-            if decided.boundary == "dropped" and not plan.blocks[block - 1].resident:
-                more(Key(self.group_of[block - 1], "refetch"))
+            known = self._keys[block].get(id(decided))
+            if known is None or known[0] is not decided:
+                known = self._keys[block][id(decided)] = (decided, self._keys_of(block, decided))
+            for key in known[1]:
+                result[key] = result.get(key, 0.0) + 1.0
+            if decided.boundary == "dropped" and not resident_before:
+                key = Key(self.group_of[block - 1], "refetch")
+                result[key] = result.get(key, 0.0) + 1.0
+            resident_before = decided.resident
         return result
+
+    def _keys_of(self, block: int, decided: BlockPlan) -> list[Key]:
+        g = self.group_of[block]
+        group = self.groups[g]
+        keys = [
+            Key(g, "activation", group.activation_index[self.option_of(block, decided)]),
+            Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]),
+        ]
+        if group.numbers.trainable:
+            keys.append(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
+            on_device = decided.optimizer.step_device == "device"
+            if decided.resident and not on_device:
+                keys.append(Key(g, "write_back"))
+            if not decided.resident and on_device:
+                keys.append(Key(g, "parameter_out"))
+        return keys
 
     def fix_placement(self, plan: Plan) -> None:
         """Leave only activations open: each block's parameters and sub-group are as in `plan`."""
