@@ -107,7 +107,7 @@ def plan_auto(
         whole = CountModel(candidate.relaxation).solve(solver=solver, gap=_BOUND_GAP, node_limit=_BOUND_NODES)
         candidate.bound_seconds = max(candidate.bound_seconds, whole.bound_seconds)
         found.bound_seconds = _least(options)
-        good = found.bound_seconds * (1 + gap / 4)
+        good = found.bound_seconds * (1 + gap / 2)
         starts = _Starts(candidate, placement or base, search, solver).collect(good)
         if placement is None:
             starts = sorted((*starts[:2], *own[:1]), key=_merit)
