@@ -109,10 +109,11 @@ def plan_auto(
         found.bound_seconds = _least(options)
         good = found.bound_seconds * (1 + gap / 2)
         starts = _Starts(candidate, placement or base, search, solver).collect(good)
-        if placement is None:
-            starts = sorted((*starts[:2], *own[:1]), key=_merit)
-        for plan, outcome in starts[:2]:
-            plan, outcome = search.improve(plan, good)
+        chosen = _different(starts if placement is not None else [*starts, *own[:1]])
+        for index, (plan, outcome) in enumerate(chosen):
+            if search.left <= 0:
+                break
+            plan, outcome = search.improve(plan, good, search.left // (len(chosen) - index))
             found.offer(plan, outcome, "count model, arranged and improved")
             if outcome.fits and outcome.step_seconds <= good:
                 return found
@@ -121,6 +122,9 @@ def plan_auto(
         for plan, _ in seeds[:2]:
             search = Search(simulator, plan.micro_batch, freedom, (budget - spent) // 2)
             found.offer(*search.improve(plan), "rule, improved")
+    elif found.gap > gap / 2 and spent < budget:
+        search = Search(simulator, found.plan.micro_batch, freedom, budget - spent)
+        found.offer(*search.improve(found.plan, found.bound_seconds * (1 + gap / 2)), found.status)
     _raise_bound(found, options, gap)
     return found
 
@@ -149,8 +153,8 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
 # Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
 _LEADS: Final = (4, 2, 1, 0)
 _RATES: Final = (1.0, 0.85, 0.7)
-# With less than the whole rate only so many leads are tried: those that did best with it.
-_BEST_LEADS: Final = 2
+# Starts that are improved.
+_IMPROVED: Final = 3
 
 
 class _Starts:
@@ -178,7 +182,8 @@ class _Starts:
                 done.append((best.excess, best.step_seconds, lead))
                 if best.fits and best.step_seconds <= good:
                     break
-            leads = [lead for *_, lead in sorted(done)[:_BEST_LEADS]]
+            # With less than the whole rate only the longest lead and the one that did best are tried.
+            leads = list(dict.fromkeys([leads[0], *(lead for *_, lead in sorted(done)[:1])])) if leads else []
             if not leads or any(outcome.fits and outcome.step_seconds <= good for _, outcome in self.pool):
                 break
         self.pool.sort(key=_merit)
@@ -226,6 +231,17 @@ class _Starts:
                 reserve[tier] += (need - have) * 1.05
                 model.reserve(tier, reserve[tier])
         return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
+
+
+def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:
+    """The best starts, at most one of each length of step; without one that fits, the one that exceeds least."""
+    result: list[tuple[Plan, Outcome]] = []
+    for plan, outcome in sorted(pool, key=_merit):
+        if result and (len(result) == _IMPROVED or not outcome.fits):
+            break
+        if all(other.step_seconds != outcome.step_seconds for _, other in result):
+            result.append((plan, outcome))
+    return result
 
 
 def _merit(item: tuple[Plan, Outcome]) -> tuple[int, float]:

@@ -30,7 +30,7 @@ __all__ = ["KINDS", "activation_ladder", "solve"]
 KINDS: Final = ("auto", "paper", *RULES)
 
 # Simulated block visits a second of planning is taken to be worth: a fixed rate, whatever this machine does.
-_VISITS_PER_SECOND: Final = 60_000
+_VISITS_PER_SECOND: Final = 80_000
 _DEFAULT_SECONDS: Final = 3.0
 
 
