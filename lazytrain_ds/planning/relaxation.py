@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from lazytrain_ds.planning.costs import Costs
 from lazytrain_ds.planning.counts import ActivationOption, Group, Key, Phase, Row
-from lazytrain_ds.planning.departures import remaining, senders
+from lazytrain_ds.planning.departures import paced, remaining, senders
 from lazytrain_ds.planning.grouping import make_groups
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.moves import Space
@@ -104,6 +104,7 @@ class Relaxation:
         out.subtract(left)
         if n > 1:
             out.constant += last_block.backward_seconds + first_block.backward_seconds
+            self.times["backward"].append(paced(costs, self.groups, self.group_of))
         if n > 2:
             # Gradients below the last two blocks only start to leave when those are through.
             late = self._row("backward", "d2h")
