@@ -30,6 +30,8 @@ _MODEL_NODES: Final = 50
 # The integer program solved for its bound.
 _BOUND_GAP: Final = 5e-4
 _BOUND_NODES: Final = 200
+# Up to how many times the gap asked for the model with positions, which adds half a percent at most, is of use.
+_WORTH_ASKING: Final = 5
 
 
 @dataclass
@@ -136,7 +138,7 @@ def _least(options: list[Candidate]) -> float:
 def _raise_bound(found: Found, options: list[Candidate], gap: float) -> None:
     """Ask the model with positions about the candidates that hold the bound down, until the plan is near enough."""
     asked: set[int] = set()
-    while options and found.outcome.fits and found.gap > gap:
+    while options and found.outcome.fits and gap < found.gap < _WORTH_ASKING * gap:
         index = min(range(len(options)), key=lambda i: options[i].bound_seconds)
         if index in asked:
             break
@@ -152,7 +154,7 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
 
 # Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
 _LEADS: Final = (4, 2, 1, 0)
-_RATES: Final = (1.0, 0.85, 0.7)
+_RATES: Final = (1.0, 0.85)
 # Starts that are improved.
 _IMPROVED: Final = 3
 

@@ -30,7 +30,7 @@ __all__ = ["KINDS", "activation_ladder", "solve"]
 KINDS: Final = ("auto", "paper", *RULES)
 
 # Simulated block visits a second of planning is taken to be worth: a fixed rate, whatever this machine does.
-_VISITS_PER_SECOND: Final = 80_000
+_VISITS_PER_SECOND: Final = 100_000
 # And at most so many simulations: on a few blocks what surrounds one costs as much.
 _MOST_PER_SECOND: Final = 2_000
 _DEFAULT_SECONDS: Final = 3.0
