@@ -1,7 +1,7 @@
 """Stored planner scenarios: their list, their best known step times, and the check against regressions.
 
     python -m benchmarks.planner_scenarios check [--part K/N] [--names a,b]   # solve and compare with the stored file
-    python -m benchmarks.planner_scenarios update [--part K/N]               # keep better times, add new scenarios
+    python -m benchmarks.planner_scenarios update [--part K/N]               # the same, then keep what is better
 
     python -m benchmarks.planner_scenarios list                              # stored gaps above 3 %, and the median
 
@@ -167,7 +167,7 @@ def main() -> int:
         value = build(keywords, name)
         result = run(name, value, options.seconds)
         stored = entries.get(name, {})
-        found = failures(result, stored, value) if options.command == "check" else []
+        found = failures(result, stored, value)
         bad += bool(found)
         gap = "-" if result.gap is None else f"{result.gap:.2%}"
         print(

@@ -21,6 +21,7 @@ def main() -> None:
         instance("27B", "h200", device_bytes=70 * GB),
         instance("70B", "h200"),
         instance("120B", "h100"),
+        instance("8B", "h800", rounds_of_first=4, device_bytes=42 * GB, host_bytes=129 * GB),
         instance("14B", "rtx3090", host_bytes=100 * GB, precisions=("fp32", "8bit")),
     )
     for value in instances:

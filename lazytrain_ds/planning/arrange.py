@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from lazytrain_ds.planning.counts import ActivationOption, Key
 from lazytrain_ds.planning.moves import pick
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
-from lazytrain_ds.planning.relaxation import ActivationOption, Key, Relaxation
+from lazytrain_ds.planning.relaxation import Relaxation
 
 __all__ = ["ORDERS", "Order", "arrange", "interleave"]
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
+from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
 from lazytrain_ds.planning.moves import Freedom
 from lazytrain_ds.planning.plan import Plan
-from lazytrain_ds.planning.relaxation import Key, Relaxation
+from lazytrain_ds.planning.positions import PositionModel
+from lazytrain_ds.planning.relaxation import Relaxation
+from lazytrain_ds.planning.schema import TierName
 from lazytrain_ds.planning.search import Search, better, with_lead
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
@@ -23,11 +26,17 @@ __all__ = ["Candidate", "Found", "plan_auto"]
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
 _RESERVATIONS: Final = 4
 _MODEL_GAP: Final = 5e-3
+_MODEL_NODES: Final = 50
+# The integer program solved for its bound.
+_BOUND_GAP: Final = 5e-4
+_BOUND_NODES: Final = 200
+# Up to how many times the gap asked for the model with positions, which adds half a percent at most, is of use.
+_WORTH_ASKING: Final = 5
 
 
 @dataclass
 class Candidate:
-    """One micro-batch and step mode with its proven bound."""
+    """One micro-batch and step mode with its proven bound, which better relaxations raise."""
 
     micro_batch: int
     mode: StepMode
@@ -97,12 +106,16 @@ def plan_auto(
         base = own[0][0] if own else _resized(instance, seeds[0][0], candidate.micro_batch)
         share = budget // 2 if rank == 0 else budget // 4
         search = Search(simulator, candidate.micro_batch, freedom, share)
-        good = bound * (1 + gap / 4)
-        starts = _starts(candidate, placement or base, search, solver, good)
-        if placement is None:
-            starts = sorted((*starts[:2], *own[:1]), key=lambda item: (item[1].excess, item[1].step_seconds))
-        for plan, outcome in starts[:2]:
-            plan, outcome = search.improve(plan, good)
+        whole = CountModel(candidate.relaxation).solve(solver=solver, gap=_BOUND_GAP, node_limit=_BOUND_NODES)
+        candidate.bound_seconds = max(candidate.bound_seconds, whole.bound_seconds)
+        found.bound_seconds = _least(options)
+        good = found.bound_seconds * (1 + gap / 2)
+        starts = _Starts(candidate, placement or base, search, solver).collect(good)
+        chosen = _different(starts if placement is not None else [*starts, *own[:1]])
+        for index, (plan, outcome) in enumerate(chosen):
+            if search.left <= 0:
+                break
+            plan, outcome = search.improve(plan, good, search.left // (len(chosen) - index))
             found.offer(plan, outcome, "count model, arranged and improved")
             if outcome.fits and outcome.step_seconds <= good:
                 return found
@@ -111,43 +124,107 @@ def plan_auto(
         for plan, _ in seeds[:2]:
             search = Search(simulator, plan.micro_batch, freedom, (budget - spent) // 2)
             found.offer(*search.improve(plan), "rule, improved")
+    elif found.gap > gap / 2 and spent < budget:
+        search = Search(simulator, found.plan.micro_batch, freedom, budget - spent)
+        found.offer(*search.improve(found.plan, found.bound_seconds * (1 + gap / 2)), found.status)
+    _raise_bound(found, options, gap)
     return found
+
+
+def _least(options: list[Candidate]) -> float:
+    return min(candidate.bound_seconds for candidate in options)
+
+
+def _raise_bound(found: Found, options: list[Candidate], gap: float) -> None:
+    """Ask the model with positions about the candidates that hold the bound down, until the plan is near enough."""
+    asked: set[int] = set()
+    while options and found.outcome.fits and gap < found.gap < _WORTH_ASKING * gap:
+        index = min(range(len(options)), key=lambda i: options[i].bound_seconds)
+        if index in asked:
+            break
+        asked.add(index)
+        solution = PositionModel(options[index].relaxation).solve()
+        options[index].bound_seconds = max(options[index].bound_seconds, solution.bound_seconds)
+        found.bound_seconds = _least(options)
 
 
 def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
     return replace(plan, micro_batch=micro_batch, rounds=instance.rounds(micro_batch))
 
 
-# (prefetch lead, share of the channels' rates the model may count on): the model knows volumes, not moments.
-_SETTINGS: Final = ((4, 1.0), (4, 0.85), (2, 1.0), (2, 0.85), (4, 0.7), (1, 0.7))
+# Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
+_LEADS: Final = (4, 2, 1, 0)
+_RATES: Final = (1.0, 0.85)
+# Starts that are improved.
+_IMPROVED: Final = 3
 
 
-def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good: float) -> list[tuple[Plan, Outcome]]:
-    """Arranged solutions of the count model, the best first: feasible ones by time, then by excess."""
-    longest = search.simulator.instance.allowed.longest_lead
-    pool: list[tuple[Plan, Outcome]] = []
-    tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
-    for lead, derate in dict.fromkeys((min(lead, longest), derate) for lead, derate in _SETTINGS):
-        model = CountModel(candidate.relaxation, derate=derate)
-        reserve = {"device": 0.0, "host": 0.0, "nvme": 0.0}
-        lead_base = with_lead(with_lead(base, "parameter_lead", lead), "activation_lead", lead)
+class _Starts:
+    """Arranged solutions of one candidate's count model."""
+
+    def __init__(self, candidate: Candidate, base: Plan, search: Search, solver: str) -> None:
+        self._relaxation = candidate.relaxation
+        self._base = base
+        self._search = search
+        self._solver = solver
+        self.pool: list[tuple[Plan, Outcome]] = []
+        self._relaxations: dict[int, Relaxation] = {}
+        self._tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
+
+    def collect(self, good: float) -> list[tuple[Plan, Outcome]]:
+        """The best first: feasible ones by time, then by excess; stops at one that takes at most `good` seconds."""
+        longest = self._search.simulator.instance.allowed.longest_lead
+        leads = list(dict.fromkeys(min(lead, longest) for lead in _LEADS))
+        for rate in _RATES:
+            done: list[tuple[int, float, int]] = []
+            for lead in leads:
+                best = self._with_lead(lead, rate)
+                if best is None:
+                    continue
+                done.append((best.excess, best.step_seconds, lead))
+                if best.fits and best.step_seconds <= good:
+                    break
+            # With less than the whole rate only the longest lead and the one that did best are tried.
+            leads = list(dict.fromkeys([leads[0], *(lead for *_, lead in sorted(done)[:1])])) if leads else []
+            if not leads or any(outcome.fits and outcome.step_seconds <= good for _, outcome in self.pool):
+                break
+        self.pool.sort(key=_merit)
+        return self.pool
+
+    def _with_longest(self, lead: int) -> Relaxation:
+        """The candidate's model where no lead is longer: it knows what a short one cannot hide or hold."""
+        if lead not in self._relaxations:
+            whole = self._relaxation
+            allowed = replace(whole.instance.allowed, longest_lead=lead)
+            relaxation = Relaxation(replace(whole.instance, allowed=allowed), whole.costs, whole.mode)
+            relaxation.fixed = whole.fixed
+            self._relaxations[lead] = relaxation
+        return self._relaxations[lead]
+
+    def _with_lead(self, lead: int, rate: float) -> Outcome | None:
+        """Solve for this lead and arrange, holding back memory until a plan fits; the best outcome."""
+        model = CountModel(self._with_longest(lead), derate=rate)
+        reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
+        base = with_lead(with_lead(self._base, "parameter_lead", lead), "activation_lead", lead)
         orders = ORDERS
+        found: list[Outcome] = []
         for _ in range(_RESERVATIONS):
-            solution = model.solve(solver=solver, gap=_MODEL_GAP)
+            solution = model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
             if solution.counts is None:
                 break
             key = (lead, tuple(sorted(solution.counts.items())))
-            if key in tried:
+            if key in self._tried:
                 break
-            tried.add(key)
+            self._tried.add(key)
             results: list[tuple[Outcome, Order]] = []
-            for order, plan in arrange(candidate.relaxation, solution.counts, lead_base, orders):
-                outcome = search.evaluate(plan)
+            for order, plan in arrange(self._relaxation, solution.counts, base, orders):
+                outcome = self._search.evaluate(plan)
                 if outcome is None:
                     break
-                pool.append((plan, outcome))
+                self.pool.append((plan, outcome))
                 results.append((outcome, order))
             results.sort(key=lambda item: (item[0].excess, item[0].step_seconds))
+            found += [outcome for outcome, _ in results[:1]]
             if not results or results[0][0].fits:
                 break
             # What the model cannot see needs room; next time only the orders that needed least.
@@ -155,7 +232,19 @@ def _starts(candidate: Candidate, base: Plan, search: Search, solver: str, good:
             for tier, need, have in results[0][0].shortages:
                 reserve[tier] += (need - have) * 1.05
                 model.reserve(tier, reserve[tier])
-        if any(outcome.fits and outcome.step_seconds <= good for _, outcome in pool):
+        return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
+
+
+def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:
+    """The best starts, at most one of each length of step; without one that fits, the one that exceeds least."""
+    result: list[tuple[Plan, Outcome]] = []
+    for plan, outcome in sorted(pool, key=_merit):
+        if result and (len(result) == _IMPROVED or not outcome.fits):
             break
-    pool.sort(key=lambda item: (item[1].excess, item[1].step_seconds))
-    return pool
+        if all(other.step_seconds != outcome.step_seconds for _, other in result):
+            result.append((plan, outcome))
+    return result
+
+
+def _merit(item: tuple[Plan, Outcome]) -> tuple[int, float]:
+    return item[1].excess, item[1].step_seconds

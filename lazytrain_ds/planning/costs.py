@@ -35,9 +35,19 @@ def state_bytes(instance: Instance, block_class: BlockClass, group: SubGroupPlan
     return int(sum(count * mode.state_bytes_per_parameter for count, mode in parts) + 0.5)
 
 
+def _trained_bytes(block_class: BlockClass) -> int:
+    """Trainable parameters' share of the block's flat buffers."""
+    if block_class.trainable_count == block_class.parameter_count:
+        return block_class.parameter_bytes
+    return -(-block_class.parameter_bytes * block_class.trainable_count // block_class.parameter_count)
+
+
 @dataclass(frozen=True)
 class BlockNumbers:
-    """One block's figures at one micro-batch (bytes and seconds; see BlockClass and BlockCosts for their meaning)."""
+    """One block's figures at one micro-batch (bytes and seconds; see BlockClass and BlockCosts for their meaning).
+
+    `trained_bytes`: the part of `parameter_bytes` that an update changes; frozen weights lie apart.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -45,6 +55,7 @@ class BlockNumbers:
     transient_forward_bytes: int
     transient_backward_bytes: int
     parameter_bytes: int
+    trained_bytes: int
     gradient_bytes: int
     full_kept_bytes: int
     accumulation_bytes: int
@@ -74,6 +85,7 @@ class Costs:
                 transient_forward_bytes=costs.transient_forward_bytes,
                 transient_backward_bytes=costs.transient_backward_bytes,
                 parameter_bytes=block_class.parameter_bytes,
+                trained_bytes=_trained_bytes(block_class),
                 gradient_bytes=block_class.gradient_bytes if trainable else 0,
                 full_kept_bytes=costs.menu[0].kept_bytes,
                 accumulation_bytes=int(instance.accumulation_bytes_per_parameter * trainable + 0.5),

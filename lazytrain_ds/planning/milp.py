@@ -12,8 +12,9 @@ from typing import Final
 from ortools.math_opt.python import mathopt
 
 from lazytrain_ds.errors import PlanError
+from lazytrain_ds.planning.counts import Key, Phase, Row
 from lazytrain_ds.planning.plan import Plan
-from lazytrain_ds.planning.relaxation import Key, Phase, Relaxation, Row
+from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.schema import TIERS, TRANSFER_CHANNELS, TierName
 
 __all__ = ["SOLVERS", "CountModel", "CountSolution", "solver_type"]
@@ -140,6 +141,17 @@ class CountModel:
                     self.variables[key] = model.add_variable(lb=low, ub=high, is_integer=not self.relaxed, name=name)
                 model.add_linear_constraint(mathopt.fast_sum(self.variables[key] for key in keys) == group.size)
             self._overlaps(g)
+        self._refetches()
+
+    def _refetches(self) -> None:
+        """Fetches for re-runs: by any group's blocks, at least as many as are certain in all."""
+        refetches = self.relaxation.refetches
+        if not refetches.terms:
+            return
+        for g, group in enumerate(self.relaxation.groups):
+            self.variables[Key(g, "refetch")] = self.model.add_variable(lb=0.0, ub=group.size, name=f"refetch_{g}")
+        every = mathopt.fast_sum(variable for key, variable in self.variables.items() if key.kind == "refetch")
+        self.model.add_linear_constraint(every - self._expression(refetches, 1.0) >= 0.0)
 
     def _overlaps(self, g: int) -> None:
         """Blocks that must have both of two options because there are not enough others."""
@@ -195,13 +207,21 @@ class CountModel:
         read = relaxation.costs.nvme_read
         read_saved, read_latency = self._unit / read.bytes_per_second / scale, lead * read.latency_seconds / scale
         self.waits = [model.add_variable(lb=0.0, name=f"wait_{index}") for index in range(2)]
+        # The last backward may be longer than the average one, the others shorter; each obeys the rows of its phase.
+        shortest = {
+            "forward": model.add_variable(lb=0.0, name="shortest_forward"),
+            "backward": model.add_variable(lb=0.0, name="shortest_backward"),
+        }
         phases: list[tuple[Phase, mathopt.LinearTypes]] = [
             ("first", first),
             ("forward", forward),
             ("backward", backward),
             ("backward", first_backward),
+            ("forward", shortest["forward"]),
+            ("backward", shortest["backward"]),
             ("micro", forward + backward),
             ("micro", first + first_backward),
+            ("later", forward + backward),
         ]
         for phase, variable in phases:
             for row in relaxation.times[phase]:
@@ -219,12 +239,20 @@ class CountModel:
         rounds = relaxation.rounds
         steady = (rounds - 1) * (forward + backward)
         model.add_linear_constraint(self.total - first - first_backward - steady >= 0)
+        passes = (rounds - 1) * (shortest["forward"] + shortest["backward"])
+        model.add_linear_constraint(self.total - passes - self._expression(relaxation.drain, scale) >= 0)
         for row in relaxation.times["step"]:
             relief = rounds * saved * self.early if row.name == "h2d" else 0.0
             if row.name == "nvme_read":
                 relief = rounds * (read_saved * self.early + read_latency)
             model.add_linear_constraint(self.total + relief - self._expression(row, scale * self._rate(row)) >= 0)
         self.forward = forward if rounds > 1 else first
+        self.phase_seconds = {
+            "first": first,
+            "forward": forward,
+            "backward": backward,
+            "first_backward": first_backward,
+        }
 
     def _memory(self) -> None:
         relaxation, model = self.relaxation, self.model
@@ -248,6 +276,7 @@ class CountModel:
                 self._limit(tier, used - slack, cap)
                 continue
             fixed = self._expression(relaxation.memory["device"], self._unit)
+            self._slots(fixed - slack, cap)
             n = instance.block_count
             # What has not left yet when backward starts still counts. Elapsed time: the forward, waits, re-runs.
             rate = costs.d2h.bytes_per_second * self._scale / self._unit
@@ -274,6 +303,24 @@ class CountModel:
         budget = instance.nvme_write_budget_bytes_per_step
         if budget is not None:
             self._limit("nvme_written", self._expression(relaxation.written, self._unit), budget / self._unit)
+
+    def _slots(self, fixed: mathopt.LinearTypes, cap: float) -> None:
+        """While a block runs backward whose parameters are fetched, they are on the device as well."""
+        relaxation = self.relaxation
+        for g, group in enumerate(relaxation.groups):
+            fetched = [
+                self.variables[Key(g, "parameter", option)]
+                for option, (tier, _) in enumerate(group.parameters)
+                if tier != "device" and Key(g, "parameter", option) in self.variables
+            ]
+            if not fetched or not group.numbers.parameter_bytes:
+                continue
+            numbers = group.numbers
+            occurs = self.model.add_variable(lb=0.0, ub=1.0, is_integer=not self.relaxed, name=f"fetched_{g}")
+            self.model.add_linear_constraint(mathopt.fast_sum(fetched) - group.size * occurs <= 0)
+            slot = (numbers.parameter_bytes / self._unit) * occurs
+            slot = slot + (numbers.transient_backward_bytes + numbers.gradient_bytes) / self._unit
+            self._limit(f"slot_{g}", fixed + slot, cap)
 
     def _staging(self) -> mathopt.LinearSum:
         """Staging buffers on the host: a kind costs its largest option that occurs."""
@@ -308,8 +355,8 @@ class CountModel:
 
     def reserve(self, tier: TierName, byte_count: float) -> None:
         """Keep `byte_count` bytes of `tier` out of reach."""
-        for name in ("turn", "next") if tier == "device" else (tier,):
-            if name in self.capacity:
+        for name in self.capacity:
+            if name == tier or (tier == "device" and name.startswith(("turn", "next", "slot"))):
                 constraint, upper = self.capacity[name]
                 constraint.upper_bound = upper - byte_count / self._unit
 
@@ -318,8 +365,10 @@ class CountModel:
     ) -> CountSolution:
         """Solve to `gap` or `node_limit`. Raises PlanError where the solver fails (infeasible is a status)."""
         parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, node_limit=node_limit)
+        if not self.relaxed:
+            parameters.cuts = parameters.heuristics = mathopt.Emphasis.LOW
         model_parameters = mathopt.ModelSolveParameters()
-        if hint is not None and solver != "highs" and solver != "auto":
+        if hint is not None and solver != "highs":
             values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}
             zero = {variable: 0.0 for key, variable in self.variables.items() if key not in hint}
             model_parameters.solution_hints.append(mathopt.SolutionHint(variable_values={**zero, **values}))
@@ -343,8 +392,11 @@ class CountModel:
     def _run(
         self, solver: str, parameters: mathopt.SolveParameters, model_parameters: mathopt.ModelSolveParameters
     ) -> mathopt.SolveResult:
-        """MathOpt's answer; where HiGHS fails inside (it sometimes does on hardly feasible models), SCIP's."""
-        names = (solver, "scip") if solver in ("auto", "highs") else (solver,)
+        """MathOpt's answer; where a solver fails inside (HiGHS sometimes does on hardly feasible models), another's."""
+        if solver == "auto":  # by benchmarks/planner_solvers.py
+            names: tuple[str, ...] = ("highs", "scip") if self.relaxed else ("scip", "highs")
+        else:
+            names = (solver, "scip") if solver == "highs" else (solver,)
         failure: Exception | None = None
         for name in names:
             try:

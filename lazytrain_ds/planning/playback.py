@@ -216,7 +216,7 @@ class Playback:
                     begin = max(nvme_write, host)
                     nvme_write = done = begin + update.parameter_write_seconds
                     if record:
-                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.parameter_bytes)
+                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.trained_bytes)
                 updated[update.block] = done
 
         if first and program.device_step_seconds:
@@ -238,7 +238,7 @@ class Playback:
                     begin = max(nvme_write, done)
                     nvme_write = done = begin + update.parameter_write_seconds
                     if record:
-                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.parameter_bytes)
+                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.trained_bytes)
                 updated[update.block] = done
         if first and program.serial and updates:
             advance(n)

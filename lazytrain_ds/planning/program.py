@@ -62,6 +62,7 @@ class Update(NamedTuple):
     parameter_write_seconds: float
     state_bytes: int
     parameter_bytes: int
+    trained_bytes: int
 
 
 class Program:
@@ -302,7 +303,7 @@ class Program:
             if on_device and not block.resident:
                 parameter_d2h = costs.d2h.seconds(numbers.parameter_bytes)
             if block.parameter_tier == "nvme":
-                parameter_write = costs.nvme_write.seconds(numbers.parameter_bytes)
+                parameter_write = costs.nvme_write.seconds(numbers.trained_bytes)
                 largest_write = max(largest_write, numbers.parameter_bytes)
             self.updates.append(
                 Update(
@@ -315,6 +316,7 @@ class Program:
                     parameter_write,
                     states if group.tier == "nvme" else 0,
                     numbers.parameter_bytes,
+                    numbers.trained_bytes,
                 )
             )
         for block_index, owners in costs.borrowed.items():
@@ -379,7 +381,7 @@ class Program:
                 d2h_bytes += update.parameter_bytes
                 d2h += update.parameter_d2h_seconds
             if update.parameter_write_seconds:
-                write_bytes += update.parameter_bytes
+                write_bytes += update.trained_bytes
                 write += update.parameter_write_seconds
         self.moved: dict[str, tuple[int, float]] = {
             "h2d": (h2d_bytes, h2d),

@@ -5,79 +5,23 @@ at least that many bytes. So the model's optimum is a lower bound of every plan'
 the search. What order alone decides (which block of a group takes which option) is left out.
 
 Phases of a step: `first` (from the end of the last backward to the end of the first forward, optimizer included),
-`forward` (any later forward), `backward`; `micro` is a forward with its backward, `step` all of them.
+`forward` (any later forward), `backward`; `micro` is a forward with its backward, `later` the average of those after
+the first, `step` all of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
-
-from lazytrain_ds.planning.costs import BlockNumbers, Costs
+from lazytrain_ds.planning.costs import Costs
+from lazytrain_ds.planning.counts import ActivationOption, Group, Key, Phase, Row
+from lazytrain_ds.planning.departures import paced, remaining, senders
+from lazytrain_ds.planning.grouping import make_groups
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.moves import Space
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
+from lazytrain_ds.planning.reruns import refetches
 from lazytrain_ds.planning.schema import TIERS, TierName
 
 __all__ = ["ActivationOption", "Group", "Key", "Phase", "Relaxation", "Row"]
-
-Phase = Literal["first", "forward", "backward", "micro", "step"]
-Kind = Literal["activation", "parameter", "optimizer", "write_back", "parameter_out", "refetch"]
-
-
-class Key(NamedTuple):
-    """A count: blocks of `group` whose `kind` of decision is number `option`."""
-
-    group: int
-    kind: Kind
-    option: int = 0
-
-
-class ActivationOption(NamedTuple):
-    choice: str
-    saved: TierName
-    boundary: str
-
-
-@dataclass
-class Group:
-    """Equal blocks whose position does not matter to the model (or a single block whose does)."""
-
-    blocks: list[int]
-    numbers: BlockNumbers
-    activations: list[ActivationOption]
-    parameters: list[tuple[TierName, bool]]
-    optimizers: list[SubGroupPlan]
-
-    def __post_init__(self) -> None:
-        self.activation_index = {option: index for index, option in enumerate(self.activations)}
-        self.parameter_index = {option: index for index, option in enumerate(self.parameters)}
-        self.optimizer_index = {option: index for index, option in enumerate(self.optimizers)}
-
-    @property
-    def size(self) -> int:
-        return len(self.blocks)
-
-
-@dataclass
-class Row:
-    """`target` is at least `constant` plus the sum of coefficient times count (seconds, or bytes for a tier)."""
-
-    name: str
-    constant: float = 0.0
-    terms: dict[Key, float] = field(default_factory=dict)
-
-    def add(self, key: Key, coefficient: float) -> None:
-        if coefficient:
-            self.terms[key] = self.terms.get(key, 0.0) + coefficient
-
-    def value(self, counts: dict[Key, float]) -> float:
-        return self.constant + sum(coefficient * counts.get(key, 0.0) for key, coefficient in self.terms.items())
-
-
-# Positions from either end that get a group of their own: what happens there is exposed or sets the peak.
-_HEAD: Final = 1
-_TAIL: Final = 2
 
 
 class Relaxation:
@@ -89,11 +33,12 @@ class Relaxation:
         self.mode = mode
         self.rounds = costs.rounds
         self.space = Space(instance, costs.micro_batch)
-        self.groups: list[Group] = []
-        self.group_of: list[int] = [0] * instance.block_count
         self.fixed: dict[Key, float] | None = None
-        self._make_groups()
-        self.times: dict[Phase, list[Row]] = {"first": [], "forward": [], "backward": [], "micro": [], "step": []}
+        # What a block's decision counts as; plans share the decisions of blocks that a move leaves alone.
+        self._keys: list[dict[int, tuple[BlockPlan, list[Key]]]] = [{} for _ in instance.order]
+        self.groups, self.group_of = make_groups(instance, costs, self.space)
+        phases: tuple[Phase, ...] = ("first", "forward", "backward", "micro", "later", "step")
+        self.times: dict[Phase, list[Row]] = {phase: [] for phase in phases}
         self.memory: dict[TierName, Row] = {tier: Row(tier) for tier in TIERS}
         # Bytes of host memory a kind of staging takes as soon as one of its options occurs.
         self.staging: dict[str, dict[Key, int]] = {"states": {}, "parameters": {}, "gradients": {}}
@@ -104,45 +49,6 @@ class Relaxation:
         self.turn = Row("turn")
         self.next = Row("next")
         self._make_rows()
-
-    # ---- groups
-
-    def _make_groups(self) -> None:
-        instance, n = self.instance, self.instance.block_count
-        owners = {owner for _, owner in instance.borrows}
-        found: dict[tuple[Any, ...], int] = {}
-        for block, name in enumerate(instance.order):
-            alone = block < _HEAD or block >= n - _TAIL or block in owners
-            key = (name, block if alone else -1)
-            if key not in found:
-                found[key] = len(self.groups)
-                self.groups.append(
-                    Group(
-                        [],
-                        self.costs.blocks[block],
-                        self._activation_options(block, alone),
-                        list(self.space.values[name, "parameters"]) or [("host", False)],
-                        list(self.space.values[name, "optimizer"]) or [SubGroupPlan()],
-                    )
-                )
-            self.groups[found[key]].blocks.append(block)
-            self.group_of[block] = found[key]
-
-    def _activation_options(self, block: int, alone: bool) -> list[ActivationOption]:
-        name = self.instance.order[block]
-        result: list[ActivationOption] = []
-        for choice in self.space.values[name, "choice"]:
-            _, offloadable, _, needs_input, is_boundary = self.costs.choices[block][choice]
-            saved = self.space.values[name, "saved"] if offloadable else ()
-            if needs_input:
-                homes = [home for home in self.space.values[name, "boundary"] if home != "dropped"]
-                if is_boundary and "dropped" in self.space.values[name, "boundary"] and (block > 0 or not alone):
-                    homes.append("dropped")
-            else:
-                homes = ["device"]
-            for tier in saved or ("device",):
-                result.extend(ActivationOption(choice, tier, home) for home in homes)
-        return result
 
     # ---- rows
 
@@ -171,12 +77,16 @@ class Relaxation:
         host = self._row("first", "host")
         # What a micro-step moves it moves within itself, except for its last two gradients.
         self.h2d_micro, self.d2h_micro = self._row("micro", "h2d"), self._row("micro", "d2h")
+        self.d2h_later = Row("d2h")
         self.read_micro, self.write_micro = self._row("micro", "nvme_read"), self._row("micro", "nvme_write")
         self.h2d_step, self.d2h_step = self._row("step", "h2d"), self._row("step", "d2h")
         self.read_step, self.write_step = self._row("step", "nvme_read"), self._row("step", "nvme_write")
         self.host_step = self._row("step", "host")
         state_writes = self._row("first", "nvme_write")
         host.constant = last_block.forward_seconds if hidden else forward_compute
+        # The last backward and the first forward after it: all gradients leave, then the host updates.
+        self.drain = Row("drain")
+        self.drain.constant = host.constant + last_block.backward_seconds
 
         memory = self.memory
         memory["device"].constant = instance.fixed_device_bytes
@@ -189,41 +99,21 @@ class Relaxation:
             ]
             largest = sorted(writes, reverse=True)
             state_writes.constant = -sum(largest[:2])
-        # All gradients but the last two have left when backward ends. The last two are block 0's, where it has one,
-        # and others' of the body; the last block's only where hardly any body block is stepped on the host.
-        body = [b for b in range(1, n - 1) if costs.blocks[b].trainable]
-        largest_gradient = max((costs.d2h.seconds(costs.blocks[b].gradient_bytes) for b in body), default=0.0)
-        last_gradient = costs.d2h.seconds(last_block.gradient_bytes)
-        out.constant = -2 * largest_gradient - last_gradient
-        relief: dict[Key, float] = {}
-        for b in body:
-            group = self.groups[self.group_of[b]]
-            for index, sub_group in enumerate(group.optimizers):
-                if sub_group.step_device == "host":
-                    share = last_gradient / len(body) / group.size
-                    key = Key(self.group_of[b], "optimizer", index)
-                    relief[key] = relief.get(key, 0.0) + share
-        if first_block.trainable and n > 1:
-            for index, sub_group in enumerate(self.groups[first_group].optimizers):
-                if sub_group.step_device == "host":
-                    own = costs.d2h.seconds(first_block.gradient_bytes)
-                    relief[Key(first_group, "optimizer", index)] = largest_gradient - own
-        # Gradients below the last two blocks only start to leave when those are through.
-        late = self._row("backward", "d2h")
-        late.constant = -2 * largest_gradient
+        # All gradients but the last two have left when the last sender's backward begins.
+        left = remaining(costs, self.groups, self.group_of, last=True)
+        out.subtract(left)
+        if n > 1:
+            out.constant += last_block.backward_seconds + first_block.backward_seconds
+            self.times["backward"].append(paced(costs, self.groups, self.group_of))
         if n > 2:
-            late.constant += last_block.backward_seconds + costs.blocks[n - 2].backward_seconds
+            # Gradients below the last two blocks only start to leave when those are through.
+            late = self._row("backward", "d2h")
+            late.subtract(remaining(costs, self.groups, self.group_of, last=False))
+            second = costs.blocks[n - 2]
+            late.constant += last_block.backward_seconds + second.backward_seconds + first_block.backward_seconds
             for g, group in enumerate(self.groups):
-                if g == last_group or not group.numbers.trainable:
-                    continue
-                for index, sub_group in enumerate(group.optimizers):
-                    if sub_group.step_device == "host":
-                        late.add(Key(g, "optimizer", index), costs.d2h.seconds(group.numbers.gradient_bytes))
-            for key, coefficient in relief.items():
-                if key.group == first_group:
-                    late.add(key, coefficient)
-        for key, coefficient in relief.items():
-            out.add(key, coefficient)
+                for key in senders(group, g) if g != last_group else ():
+                    late.add(key, costs.d2h.seconds(group.numbers.gradient_bytes))
         # A dropped boundary re-runs the block before it, which must be one that keeps its boundary only.
         recomputed = [any(choice[4] for choice in menu.values()) for menu in costs.choices]
         least_forward = [
@@ -234,6 +124,14 @@ class Relaxation:
             for group in self.groups
         ]
 
+        # Transfers follow each other, and while one lasts compute gets no further than its lead: waits add up.
+        lead = instance.allowed.longest_lead
+        waits = {phase: self._row(phase, "compute") for phase in ("first", "forward")}
+        waits["first"].constant = waits["forward"].constant = forward_compute
+        reach = [
+            max(sum(costs.blocks[i].forward_seconds for i in range(max(0, b - lead), b)) for b in group.blocks)
+            for group in self.groups
+        ]
         for g, group in enumerate(self.groups):
             numbers = group.numbers
             any_block = group.blocks[0]
@@ -256,6 +154,8 @@ class Relaxation:
                     self.next.add(key, numbers.parameter_bytes)
                 for phase in ("first", "forward"):
                     link[phase].add(key, fetch)
+                    if g != first_group:
+                        compute[phase].add(key, max(0.0, fetch - reach[g]))
                 if passes == 2:
                     link["backward"].add(key, fetch)
                 self.h2d_step.add(key, passes * rounds * fetch)
@@ -263,13 +163,14 @@ class Relaxation:
                 if tier == "nvme":
                     for phase in ("first", "forward"):
                         reads[phase].add(key, read)
+                        waits[phase].add(key, max(0.0, read - reach[g]))
                     if passes == 2:
                         reads["backward"].add(key, read)
                     self.read_step.add(key, passes * rounds * read)
                     self.read_micro.add(key, passes * read)
                     if numbers.trainable:
-                        self.written.add(key, numbers.parameter_bytes)
-                        self.write_step.add(key, costs.nvme_write.seconds(numbers.parameter_bytes))
+                        self.written.add(key, numbers.trained_bytes)
+                        self.write_step.add(key, costs.nvme_write.seconds(numbers.trained_bytes))
                 if g == first_group:
                     exposed = fetch + (read if tier == "nvme" else 0.0)
                     compute["forward"].add(key, exposed)
@@ -288,20 +189,33 @@ class Relaxation:
                     )
                 back = Key(g, "write_back")
                 link["first"].add(back, fetch)
+                if g != first_group:
+                    compute["first"].add(back, max(0.0, fetch - reach[g]))
                 self.h2d_step.add(back, fetch)
                 memory["host"].add(back, numbers.parameter_bytes)
                 away = Key(g, "parameter_out")
                 self.d2h_step.add(away, costs.d2h.seconds(numbers.parameter_bytes))
+                if g == first_group and hidden:
+                    # Stepped on the device, copied out and fetched again before the first block can run.
+                    compute["first"].add(away, fetch)
+                    entry = self._row("first", "compute")
+                    entry.constant = forward_compute
+                    entry.add(away, costs.d2h.seconds(numbers.parameter_bytes) + fetch)
             again = Key(g, "refetch")
             link["backward"].add(again, fetch)
             self.h2d_step.add(again, rounds * fetch)
             self.h2d_micro.add(again, fetch)
 
-        # The same relief as for backward alone.
-        self.d2h_micro.constant = out.constant
-        for key, coefficient in relief.items():
-            self.d2h_micro.add(key, coefficient)
+        # What is left over of one micro-step's gradients is part of the next one's: only the last one's gets away.
+        self.d2h_micro.subtract(left)
+        if self.rounds > 1:
+            self.d2h_later.subtract(left, self.rounds - 1)
+            self.times["later"].append(self.d2h_later)
+        if n > 1:
+            self.d2h_micro.constant += first_block.backward_seconds
+            self.d2h_later.constant += first_block.backward_seconds / max(1, self.rounds - 1)
 
+        self.refetches, self.cheapest_refetch = refetches(costs, self.groups, lead)
         self._staging()
         self.turn.constant = last_block.transient_backward_bytes + last_block.gradient_bytes
         if n > 1:
@@ -370,6 +284,7 @@ class Relaxation:
             self.offloaded_seconds.add(key, seconds)
             self.d2h_step.add(key, rounds * seconds)
             self.d2h_micro.add(key, seconds)
+            self.d2h_later.add(key, seconds)
             back = costs.h2d.seconds(byte_count)
             link["backward"].add(key, back)
             self.h2d_step.add(key, rounds * back)
@@ -384,6 +299,10 @@ class Relaxation:
                 self.write_micro.add(key, write)
                 self.written_seconds.add(key, write)
                 self.written.add(key, rounds * byte_count)
+
+    def _after_update(self, block: int) -> float:
+        numbers = self.costs.blocks[block]
+        return self.costs.h2d.seconds(numbers.parameter_bytes) + numbers.forward_seconds
 
     def _optimizer_terms(
         self,
@@ -413,7 +332,11 @@ class Relaxation:
         out.add(key, gradient)
         self.d2h_step.add(key, rounds * gradient)
         self.d2h_micro.add(key, gradient)
+        self.d2h_later.add(key, gradient)
         host.add(key, seconds)
+        trainable = [block.accumulate_seconds for block in costs.blocks if block.trainable]
+        added = min(trainable) / len(trainable) if rounds > 1 else 0.0
+        self.drain.add(key, gradient + seconds + added)
         self.host_step.add(key, seconds + (rounds - 1) * numbers.accumulate_seconds)
         fetch = costs.h2d.seconds(numbers.parameter_bytes)
         arrives = gradient + (numbers.accumulate_seconds if rounds > 1 else 0.0)
@@ -426,8 +349,13 @@ class Relaxation:
             link["first"].add(key, arrives if self.mode == "serial" else arrives + seconds)
             if self.mode == "hidden":
                 compute["first"].add(key, arrives + seconds + fetch)
-        if self.mode == "hidden" and key.group == self.group_of[n - 1] and n > 1:
-            host.add(key, fetch)
+        if self.mode == "hidden" and n > 1:
+            # What follows the last update: that block's fetch, its forward and the last block's.
+            others = [b for b in range(n - 1) if costs.blocks[b].trainable]
+            after = min((self._after_update(b) for b in others), default=0.0)
+            share = fetch - after if key.group == self.group_of[n - 1] else after / len(others)
+            host.add(key, share)
+            self.drain.add(key, share)
         if group.tier == "nvme":
             read, write = costs.nvme_read.seconds(states), costs.nvme_write.seconds(states)
             reads["first"].add(key, read)
@@ -442,24 +370,34 @@ class Relaxation:
         """How often each option occurs in `plan`."""
         result: dict[Key, float] = {}
 
-        def more(key: Key) -> None:
-            result[key] = result.get(key, 0.0) + 1.0
-
+        resident_before = True
         for block, decided in enumerate(plan.blocks):
-            g = self.group_of[block]
-            group = self.groups[g]
-            more(Key(g, "activation", group.activation_index[self.option_of(block, decided)]))
-            more(Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]))
-            if group.numbers.trainable:
-                more(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
-                on_device = decided.optimizer.step_device == "device"
-                if decided.resident and not on_device:
-                    more(Key(g, "write_back"))
-                if not decided.resident and on_device:
-                    more(Key(g, "parameter_out"))
-            if decided.boundary == "dropped" and not plan.blocks[block - 1].resident:
-                more(Key(self.group_of[block - 1], "refetch"))
+            known = self._keys[block].get(id(decided))
+            if known is None or known[0] is not decided:
+                known = self._keys[block][id(decided)] = (decided, self._keys_of(block, decided))
+            for key in known[1]:
+                result[key] = result.get(key, 0.0) + 1.0
+            if decided.boundary == "dropped" and not resident_before:
+                key = Key(self.group_of[block - 1], "refetch")
+                result[key] = result.get(key, 0.0) + 1.0
+            resident_before = decided.resident
         return result
+
+    def _keys_of(self, block: int, decided: BlockPlan) -> list[Key]:
+        g = self.group_of[block]
+        group = self.groups[g]
+        keys = [
+            Key(g, "activation", group.activation_index[self.option_of(block, decided)]),
+            Key(g, "parameter", group.parameter_index[self.parameter_of(decided)]),
+        ]
+        if group.numbers.trainable:
+            keys.append(Key(g, "optimizer", group.optimizer_index[decided.optimizer]))
+            on_device = decided.optimizer.step_device == "device"
+            if decided.resident and not on_device:
+                keys.append(Key(g, "write_back"))
+            if not decided.resident and on_device:
+                keys.append(Key(g, "parameter_out"))
+        return keys
 
     def fix_placement(self, plan: Plan) -> None:
         """Leave only activations open: each block's parameters and sub-group are as in `plan`."""
@@ -482,8 +420,14 @@ class Relaxation:
         forward = max(row.value(counts) for row in self.times["forward"])
         backward = max(row.value(counts) for row in self.times["backward"])
         micro = max(row.value(counts) for row in self.times["micro"])
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        later = max((row.value(counts) for row in self.times["later"]), default=0.0)
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, later)
+        total = max(total, self._drained(self.drain.value(counts), forward, backward))
         return max(total, *(row.value(counts) for row in self.times["step"]))
+
+    def _drained(self, drain: float, forward: float, backward: float) -> float:
+        """The step as the last backward with the next forward, and every other pass."""
+        return drain + (self.rounds - 1) * (forward + backward)
 
     def least_seconds(self, counts: dict[Key, float]) -> float:
         """No plan with these counts has a shorter step: what prefetches before backward may save is taken off."""
@@ -493,15 +437,19 @@ class Relaxation:
             "h2d": lead * self.costs.h2d.seconds(longest),
             "nvme_read": lead * self.costs.nvme_read.seconds(longest),
         }
-        # A re-run's parameters may still be there: its fetch is no certain cost.
+        # A re-run's parameters may still be there: not every fetch of the plan's is a certain cost.
+        certain = self.refetches.value(counts)
         counts = {key: value for key, value in counts.items() if key.kind != "refetch"}
+        if certain > 0:
+            counts[Key(self.cheapest_refetch, "refetch")] = certain
 
         def longest_of(phase: Phase) -> float:
-            reduced = phase in ("backward", "micro")
-            return max(row.value(counts) - (relief.get(row.name, 0.0) if reduced else 0.0) for row in self.times[phase])
+            less = relief if phase in ("backward", "micro") else {}
+            return max((row.value(counts) - less.get(row.name, 0.0) for row in self.times[phase]), default=0.0)
 
         first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro)
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, longest_of("later"))
+        total = max(total, self._drained(self.drain.value(counts), forward, backward))
         step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
         return max(total, *step)
 

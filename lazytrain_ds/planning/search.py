@@ -83,8 +83,19 @@ class Search:
             self._seen[key] = found
         return found
 
-    def improve(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
-        """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds."""
+    def improve(self, plan: Plan, good: float = 0.0, share: int | None = None) -> tuple[Plan, Outcome]:
+        """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds.
+
+        `share`: simulations of the budget that may be used here (None: all that are left).
+        """
+        spare = 0 if share is None else max(0, self.left - share)
+        self.left -= spare
+        try:
+            return self._improve(plan, good)
+        finally:
+            self.left += spare
+
+    def _improve(self, plan: Plan, good: float) -> tuple[Plan, Outcome]:
         outcome = self.evaluate(plan) or self.simulator.run(plan)
         attempts = (
             self._whole_plan,

@@ -30,7 +30,9 @@ __all__ = ["KINDS", "activation_ladder", "solve"]
 KINDS: Final = ("auto", "paper", *RULES)
 
 # Simulated block visits a second of planning is taken to be worth: a fixed rate, whatever this machine does.
-_VISITS_PER_SECOND: Final = 60_000
+_VISITS_PER_SECOND: Final = 100_000
+# And at most so many simulations: on a few blocks what surrounds one costs as much.
+_MOST_PER_SECOND: Final = 2_000
 _DEFAULT_SECONDS: Final = 3.0
 
 
@@ -49,7 +51,7 @@ def _no_collector() -> Iterator[None]:
 def _budget(instance: Instance, time_limit_seconds: float | None) -> int:
     """Simulations allowed: each visits every block about six times (three micro-steps)."""
     seconds = _DEFAULT_SECONDS if time_limit_seconds is None else time_limit_seconds
-    return max(60, int(seconds * _VISITS_PER_SECOND / (6 * instance.block_count)))
+    return max(60, min(int(seconds * _MOST_PER_SECOND), int(seconds * _VISITS_PER_SECOND / (6 * instance.block_count))))
 
 
 def solve(

@@ -136,6 +136,18 @@ def test_resident_blocks_stepped_on_the_host_get_one_write_back():
     assert timeline.step_seconds == pytest.approx(90 + 13)
 
 
+def test_frozen_weights_of_a_mixed_block_are_never_written():
+    base = tiny_instance()
+    mixed = replace(base.classes[0], parameter_count=4, parameter_bytes=8)  # half of it is trained
+    instance = replace(base, classes=(mixed,))
+    timeline = simulate(instance, uniform(instance, parameter_tier="nvme"))
+    assert timeline.channel_bytes("nvme_write") == 3 * 4
+    assert timeline.channel_bytes("nvme_read") == 5 * 8
+    writes = [task for task in timeline.tasks if task.kind == "parameter_write"]
+    assert [task.byte_count for task in writes] == [4, 4, 4]
+    assert all(task.end_seconds - task.start_seconds == pytest.approx(4.0) for task in writes)
+
+
 def test_nvme_states_are_read_stepped_and_written_from_two_buffers():
     instance = tiny_instance(host_seconds=1.0)
     group = SubGroupPlan("nvme", "fp32", "host")
