@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty, check_nvme_path
+from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty, inspect_swap_path
 
 ACTIONS = ("write", "read", "both")
 READING = "\n## Reading\n"
@@ -164,7 +164,7 @@ def busy_thread(wanted: bool) -> Iterator[None]:
 
 
 def disk_of(directory: Path) -> str:
-    report = check_nvme_path(directory)
+    report = inspect_swap_path(directory)
     return f"{report.file_system}, O_DIRECT {'yes' if report.o_direct else 'no'}"
 
 

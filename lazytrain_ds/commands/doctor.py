@@ -229,7 +229,7 @@ def swap_directory(path: str) -> list[Finding]:
         checked = check_nvme_path(path)
     except ConfigError as error:
         return [Finding("nvme_path", "wrong", str(error))]
-    how = "O_DIRECT" if checked.direct else "page cache"
+    how = "O_DIRECT" if checked.o_direct else "page cache"
     found = [
         Finding(
             "nvme_path", "ok", f"{checked.path} ({checked.file_system}, {how}), {format_bytes(checked.free_bytes)} free"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lazytrain_ds.errors import SwapError
+from lazytrain_ds.hardware.swap_path import DirectIO
 from lazytrain_ds.runtime.swap import NvmeStore, aio_problem, aligned_empty
 from lazytrain_ds.runtime.swap import deepspeed_aio as aio_module
 from lazytrain_ds.runtime.swap.backends import AioSettings, TransferError
 from lazytrain_ds.runtime.swap.memory import memory_view
-from lazytrain_ds.runtime.swap.paths import DirectIO
 
 DIRECT = DirectIO(True, 512, 4096)
 ROOT = Path(__file__).parents[2]

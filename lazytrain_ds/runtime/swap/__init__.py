@@ -1,26 +1,26 @@
-"""Our NVMe store. `NvmeStore` is what the runtime uses; `check_nvme_path` and the orphan helpers serve `doctor`."""
+"""Our NVMe store. `NvmeStore` is what the runtime uses; `inspect_swap_path` and the orphan helpers serve `doctor`."""
 
 from lazytrain_ds.errors import SwapError
+from lazytrain_ds.hardware.swap_path import SwapPath, absolute_path, inspect_swap_path
 from lazytrain_ds.runtime.swap.backends import AioSettings
 from lazytrain_ds.runtime.swap.deepspeed_aio import aio_problem
 from lazytrain_ds.runtime.swap.directory import OrphanedSwap, find_orphans, remove_orphans
 from lazytrain_ds.runtime.swap.memory import aligned_empty
-from lazytrain_ds.runtime.swap.paths import NvmePathReport, absolute_path, check_nvme_path
 from lazytrain_ds.runtime.swap.store import NvmeStore, TensorSpec
 from lazytrain_ds.runtime.swap.transfers import Ticket
 
 __all__ = [
     "AioSettings",
-    "NvmePathReport",
     "NvmeStore",
     "OrphanedSwap",
     "SwapError",
+    "SwapPath",
     "TensorSpec",
     "Ticket",
     "absolute_path",
     "aio_problem",
     "aligned_empty",
-    "check_nvme_path",
     "find_orphans",
+    "inspect_swap_path",
     "remove_orphans",
 ]

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from lazytrain_ds.errors import SwapError
+from lazytrain_ds.hardware.swap_path import DirectIO
 from lazytrain_ds.runtime.swap.memory import AlignedBuffer, memory_view
-from lazytrain_ds.runtime.swap.paths import DirectIO
 
 __all__ = ["AioSettings", "Backend", "Kind", "Segment", "ThreadsBackend", "TransferError", "Worker"]
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from lazytrain_ds.errors import SwapError
+from lazytrain_ds.hardware.swap_path import DirectIO
 from lazytrain_ds.runtime.swap.backends import AioSettings, Kind, Segment, TransferError
 from lazytrain_ds.runtime.swap.memory import AlignedBuffer, memory_view
-from lazytrain_ds.runtime.swap.paths import DirectIO
 
 __all__ = ["AioProblem", "DeepSpeedAioBackend", "aio_problem"]
 

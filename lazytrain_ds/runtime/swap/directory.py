@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from lazytrain_ds.errors import SwapError, format_bytes
-from lazytrain_ds.runtime.swap.paths import absolute_path, errno_name
+from lazytrain_ds.hardware.swap_path import absolute_path, errno_name
 
 __all__ = ["OrphanedSwap", "SwapDirectory", "find_orphans", "remove_orphans"]
 

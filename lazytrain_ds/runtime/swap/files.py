@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from lazytrain_ds.errors import SwapError
+from lazytrain_ds.hardware.swap_path import errno_name
 from lazytrain_ds.runtime.swap.backends import Backend
 from lazytrain_ds.runtime.swap.memory import memory_view, round_up
-from lazytrain_ds.runtime.swap.paths import errno_name
 from lazytrain_ds.runtime.swap.transfers import Ledger, Operation, swap_error
 
 __all__ = ["CallerTransfer", "export_file", "load_file", "open_source"]

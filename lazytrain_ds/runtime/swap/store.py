@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
+from lazytrain_ds.hardware.swap_path import inspect_swap_path
 from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, Kind, ThreadsBackend
 from lazytrain_ds.runtime.swap.budget import WriteBudget
 from lazytrain_ds.runtime.swap.deepspeed_aio import DeepSpeedAioBackend
 from lazytrain_ds.runtime.swap.directory import SwapDirectory
 from lazytrain_ds.runtime.swap.files import CallerTransfer, export_file, load_file, open_source
 from lazytrain_ds.runtime.swap.memory import round_up
-from lazytrain_ds.runtime.swap.paths import check_nvme_path
 from lazytrain_ds.runtime.swap.transfers import (
     Channel,
     Ledger,
@@ -131,7 +131,7 @@ class NvmeStore:
     ) -> None:
         if backend not in ("auto", "threads", "deepspeed_aio"):
             raise SwapError(f'NVMe store: no back end {backend!r}; use "auto", "threads" or "deepspeed_aio"')
-        self.report = check_nvme_path(directory, create=create)
+        self.report = inspect_swap_path(directory, create=create)
         if self.report.problem:
             raise SwapError(f"NVMe store: {self.report.problem}")
         for warning in self.report.warnings:

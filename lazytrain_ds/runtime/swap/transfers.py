@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lazytrain_ds.errors import SwapError, format_bytes
+from lazytrain_ds.hardware.swap_path import errno_name
 from lazytrain_ds.runtime.swap.backends import Backend, Kind, Segment, Worker
 from lazytrain_ds.runtime.swap.memory import copy_memory, memory_view, round_up
-from lazytrain_ds.runtime.swap.paths import errno_name
 
 __all__ = ["Channel", "Ledger", "OnTransfer", "Operation", "Throttle", "Ticket", "swap_error"]
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from lazytrain_ds.errors import SwapError, format_bytes
-from lazytrain_ds.runtime.swap.memory import PAGE_BYTES, AlignedBuffer, memory_view
 
-__all__ = ["DirectIO", "NvmePathReport", "absolute_path", "check_nvme_path", "errno_name", "probe_direct_io"]
+__all__ = [
+    "DirectIO",
+    "SwapPath",
+    "absolute_path",
+    "errno_name",
+    "file_system_of",
+    "inspect_swap_path",
+    "probe_direct_io",
+]
+
+PAGE_BYTES = 4096
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _NETWORK_FILE_SYSTEMS = frozenset(
@@ -54,8 +64,8 @@ class DirectIO:
 
 
 @dataclass(frozen=True)
-class NvmePathReport:
-    """What `check_nvme_path` found. `problem` is None when the path can be used; `warnings` do not stop a run."""
+class SwapPath:
+    """What `inspect_swap_path` found. `problem` is None when the path can be used; `warnings` do not stop a run."""
 
     path: Path
     exists: bool
@@ -99,7 +109,7 @@ def probe_direct_io(directory: Path) -> DirectIO:
 
     Raises OSError when nothing can be written there at all.
     """
-    buffer = AlignedBuffer(2 * PAGE_BYTES)
+    buffer = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     try:
         descriptor = _anonymous_file(directory, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
@@ -108,7 +118,7 @@ def probe_direct_io(directory: Path) -> DirectIO:
         return DirectIO(False, error=errno_name(error.errno))
 
     def accepts(memory_offset: int, length: int) -> bool:
-        view = memory_view(buffer.address + memory_offset, length)
+        view = buffer[memory_offset : memory_offset + length]
         return os.pwritev(descriptor, [view], 0) == length and os.preadv(descriptor, [view], 0) == length
 
     try:
@@ -163,21 +173,22 @@ def _nearest_existing(path: Path) -> Path:
     return path
 
 
-def check_nvme_path(path: str | os.PathLike[str], *, create: bool = True) -> NvmePathReport:
+def inspect_swap_path(path: str | os.PathLike[str], *, create: bool = True) -> SwapPath:
     """Look at a directory meant for swap files and leave no trace there. Never raises for what it finds.
 
     A missing directory is judged by the nearest directory that exists; with `create` false it is a problem.
-    Used by NvmeStore at start, by the planner (`capacity_bytes`) and by `lazytrain doctor`.
+    The one place that judges such a path: NvmeStore at its start, and `hardware.nvme.check_nvme_path` for everyone who
+    asks before a run.
     """
     try:
         target = absolute_path(path)
     except SwapError as error:
-        return NvmePathReport(Path(os.fspath(path)), False, False, DirectIO(False), 0, "unknown", False, False,
+        return SwapPath(Path(os.fspath(path)), False, False, DirectIO(False), 0, "unknown", False, False,
                               str(error), ())  # fmt: skip
     try:
         existing = _nearest_existing(target)
     except OSError as error:  # a name that is too long, a loop of links
-        return NvmePathReport(target, False, False, DirectIO(False), 0, "unknown", False, False,
+        return SwapPath(target, False, False, DirectIO(False), 0, "unknown", False, False,
                               f"nvme_path {target}: {errno_name(error.errno)}", ())  # fmt: skip
     exists = existing == target
     file_system, source = file_system_of(existing)
@@ -220,6 +231,6 @@ def check_nvme_path(path: str | os.PathLike[str], *, create: bool = True) -> Nvm
         )
     if not problem and free_bytes < 2**30:
         warnings.append(f"nvme_path {target}: only {format_bytes(free_bytes)} free")
-    return NvmePathReport(
+    return SwapPath(
         target, exists, writable, direct_io, free_bytes, file_system, ram_backed, network, problem, tuple(warnings)
     )

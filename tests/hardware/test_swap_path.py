@@ -1,4 +1,4 @@
-"""check_nvme_path: every kind of path a user may name, judged without leaving a trace."""
+"""inspect_swap_path: every kind of path a user may name, judged without leaving a trace."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lazytrain_ds.errors import SwapError
-from lazytrain_ds.runtime.swap import NvmeStore, absolute_path, check_nvme_path
-from lazytrain_ds.runtime.swap import paths as paths_module
+from lazytrain_ds.hardware import swap_path as paths_module
+from lazytrain_ds.hardware.swap_path import absolute_path, inspect_swap_path
+from lazytrain_ds.runtime.swap import NvmeStore
 
 
 def test_a_good_directory(tmp_path):
-    report = check_nvme_path(tmp_path)
+    report = inspect_swap_path(tmp_path)
     assert report.problem is None and report.exists and report.writable
     assert report.free_bytes > 0 and report.file_system != "unknown"
     assert report.capacity_bytes == (0 if report.ram_backed else report.free_bytes)
@@ -24,11 +25,11 @@ def test_a_good_directory(tmp_path):
 
 
 def test_a_missing_directory_is_judged_by_its_parent_and_not_created(tmp_path):
-    report = check_nvme_path(tmp_path / "a" / "b")
+    report = inspect_swap_path(tmp_path / "a" / "b")
     assert report.problem is None and not report.exists and report.writable
-    assert report.direct_io == check_nvme_path(tmp_path).direct_io
+    assert report.direct_io == inspect_swap_path(tmp_path).direct_io
     assert not any(tmp_path.iterdir())
-    assert "does not exist" in check_nvme_path(tmp_path / "a", create=False).problem
+    assert "does not exist" in inspect_swap_path(tmp_path / "a", create=False).problem
 
 
 def test_missing_parents_are_created_privately_and_removed_again(tmp_path):
@@ -52,7 +53,7 @@ def test_a_directory_of_the_users_keeps_its_mode_and_files(tmp_path):
 def test_a_path_that_is_a_file_or_below_one(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        report = check_nvme_path(path)
+        report = inspect_swap_path(path)
         assert "is a file, not a directory" in report.problem and report.capacity_bytes == 0
         with pytest.raises(SwapError, match="is a file, not a directory"):
             NvmeStore(path)
@@ -60,12 +61,12 @@ def test_a_path_that_is_a_file_or_below_one(tmp_path):
 
 def test_a_broken_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "is a broken link" in check_nvme_path(tmp_path / "link").problem
+    assert "is a broken link" in inspect_swap_path(tmp_path / "link").problem
 
 
 def test_proc_is_refused():
     for path in ("/proc/x", "/sys/x"):
-        report = check_nvme_path(path)
+        report = inspect_swap_path(path)
         assert "is not a disk" in report.problem
         with pytest.raises(SwapError, match="is not a disk"):
             NvmeStore(path)
@@ -73,7 +74,7 @@ def test_proc_is_refused():
 
 @pytest.mark.parametrize("path", ["", "~no_such_user_here/x", "a\0b"])
 def test_what_is_no_path(path):
-    assert check_nvme_path(path).problem
+    assert inspect_swap_path(path).problem
     with pytest.raises(SwapError, match="nvme_path"):
         NvmeStore(path)
 
@@ -102,7 +103,7 @@ def test_home_is_expanded_and_a_relative_path_is_fixed_at_once(tmp_path, monkeyp
 
 def test_a_directory_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *arguments: False)  # root may write anywhere
-    assert f"not writable for user id {os.geteuid()}" in check_nvme_path(tmp_path).problem
+    assert f"not writable for user id {os.geteuid()}" in inspect_swap_path(tmp_path).problem
     with pytest.raises(SwapError, match="not writable"):
         NvmeStore(tmp_path)
 
@@ -112,7 +113,7 @@ def test_a_probe_that_fails_is_a_problem_with_errno(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(paths_module, "_anonymous_file", broken)
-    report = check_nvme_path(tmp_path)
+    report = inspect_swap_path(tmp_path)
     assert "EDQUOT" in report.problem and not report.writable
 
 
@@ -129,7 +130,7 @@ def test_alignment_is_probed_not_assumed(tmp_path, monkeypatch):
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", four_kib)
-    direct = check_nvme_path(tmp_path).direct_io
+    direct = inspect_swap_path(tmp_path).direct_io
     if not direct.supported:
         pytest.skip("needs O_DIRECT")
     assert (direct.memory_alignment_bytes, direct.length_alignment_bytes) == (4096, 4096)
@@ -143,9 +144,9 @@ def test_a_probe_without_o_tmpfile_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         return real(path, flags, *rest, **named)
 
-    expected = check_nvme_path(tmp_path).direct_io
+    expected = inspect_swap_path(tmp_path).direct_io
     monkeypatch.setattr(os, "open", no_tmpfile)
-    assert check_nvme_path(tmp_path).direct_io == expected
+    assert inspect_swap_path(tmp_path).direct_io == expected
     assert not any(tmp_path.iterdir())
 
 
@@ -166,10 +167,10 @@ def test_mount_lookup(monkeypatch, tmp_path):
 
 def test_network_and_ram_file_systems_warn(monkeypatch, tmp_path):
     monkeypatch.setattr(paths_module, "file_system_of", lambda path: ("nfs4", "host:/x"))
-    report = check_nvme_path(tmp_path)
+    report = inspect_swap_path(tmp_path)
     assert report.network and any("network file system" in warning for warning in report.warnings)
     monkeypatch.setattr(paths_module, "file_system_of", lambda path: ("ext4", "/dev/zram0"))
-    report = check_nvme_path(tmp_path)
+    report = inspect_swap_path(tmp_path)
     assert report.ram_backed and report.capacity_bytes == 0
 
 
