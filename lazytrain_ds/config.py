@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, ValidationError
 
-from lazytrain_ds.errors import ConfigError, NotAvailableYetError, UnsupportedError
+from lazytrain_ds.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "AUTO",
@@ -23,7 +23,6 @@ __all__ = [
     "BLOCK",
     "EXCLUDED",
     "LIMITS",
-    "NOT_YET",
     "PREFIXED_LIMITS",
     "ZERO",
     "LazyTrainConfig",
@@ -50,12 +49,6 @@ ZERO: Final = "zero_optimization"
 Auto = Literal["auto"]
 RULES: Final = ("keep_all", "checkpoint_all", "checkpoint_all_host", "megatrain", "zero3_offload")
 TIERS: Final = ("device", "host", "nvme")
-
-# Keys that exist but whose machinery is not built yet: what is allowed today. An entry goes when its machinery lands.
-NOT_YET: dict[str, tuple[object, ...]] = {
-    "replan": (AUTO,),
-    "micro_batch": ("keep",),
-}
 
 _UNITS: Final = MappingProxyType(
     {
@@ -208,9 +201,12 @@ class LazyTrainConfig(_Section):
     `device_memory`, `host_memory`, `nvme_space`: caps per tier. `nvme_path`: directory of the swap files (without it,
     and without an `nvme` offload path in the ZeRO config, nothing goes to NVMe). `nvme_write_budget`: bytes written
     per day. `sequence_length`: tokens per sample the placement is planned for. `micro_batch`: `"keep"` the user's, or
-    `"auto"`. `state_precision`: `"auto"` and `"8bit"` may change numerics, so `"fp32"` is the default. `activations`,
+    `"auto"`: another one with as many accumulation steps as keep the global batch. `state_precision`: `"auto"` and
+    `"8bit"` may change numerics, so `"fp32"` is the default. `activations`,
     `parameters`, `optimizer_states`: `"auto"`, a rule's name, or a tier (forces it). `blocks`: globs of module names.
-    `plan_file`: a plan to execute instead of solving. `policy`: `"module:Class"`. `report_dir`: where plan and
+    `plan_file`: a plan to execute instead of solving. `policy`: `"module:Class"`. `replan`: whether a plan that real
+    steps show to be off is solved again: `"auto"` once, and after lasting drops of a channel's rate; `true` as often as
+    it is off. `report_dir`: where plan and
     timelines are written.
     """
 
@@ -237,20 +233,16 @@ class LazyTrainConfig(_Section):
 
     @classmethod
     def parse(cls, block: Mapping[str, Any]) -> LazyTrainConfig:
-        """Validate a block. Raises ConfigError naming every wrong key, NotAvailableYetError for keys of `NOT_YET`."""
+        """Validate a block. Raises ConfigError naming every wrong key."""
         try:
             config = cls.model_validate(dict(block))
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(cls, dict(item)) for item in error.errors())) from None
-        for key, allowed in NOT_YET.items():
-            value: object = config
-            for part in key.split("."):
-                value = getattr(value, part)
-            if value not in allowed:
-                raise NotAvailableYetError(
-                    f'"{BLOCK}.{key}": {value!r} is not available yet in this version; '
-                    f"leave the key out or set it to {' or '.join(map(repr, allowed))}"
-                )
+        if config.micro_batch == AUTO and config.plan_file != AUTO:
+            raise ConfigError(
+                f'"{BLOCK}.micro_batch": "auto" and "{BLOCK}.plan_file" exclude each other: a plan is for one '
+                'micro-batch; set "micro_batch": "keep"'
+            )
         return config
 
 

@@ -8,7 +8,6 @@ __all__ = [
     "HostMemoryError",
     "InfeasibleError",
     "LazyTrainError",
-    "NotAvailableYetError",
     "OptimizerError",
     "PlanError",
     "SchemaError",
@@ -36,10 +35,6 @@ class LazyTrainError(Exception):
 
 class ConfigError(LazyTrainError, ValueError):
     """A value in the user's config is wrong. The message names the key, the value and a valid one."""
-
-
-class NotAvailableYetError(ConfigError):
-    """A documented key whose machinery is not built yet was set to something other than "auto"."""
 
 
 class UnsupportedError(LazyTrainError):

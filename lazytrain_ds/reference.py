@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lazytrain_ds import errors
-from lazytrain_ds.config import EXCLUDED, LIMITS, NOT_YET, PREFIXED_LIMITS, RULES, TIERS, ZERO, LazyTrainConfig
+from lazytrain_ds.config import EXCLUDED, LIMITS, PREFIXED_LIMITS, RULES, TIERS, ZERO, LazyTrainConfig
 from lazytrain_ds.errors import LazyTrainError
 
 __all__ = ["ERRORS", "KEYS", "KeyHelp", "render"]
@@ -59,7 +59,8 @@ KEYS: Final[dict[str, KeyHelp]] = {
     "micro_batch": KeyHelp(
         '`"keep"`, `"auto"`',
         '`"keep"`: the config\'s micro-batch stays',
-        "the planner chooses, the global batch is kept",
+        "the planner chooses, the global batch is kept: for `training_data=` and for scripts that read "
+        "`engine.train_micro_batch_size_per_gpu()`; it changes numerics",
     ),
     "state_precision": KeyHelp(
         '`"fp32"`, `"8bit"`, `"auto"`',
@@ -94,7 +95,8 @@ KEYS: Final[dict[str, KeyHelp]] = {
     ),
     "replan": KeyHelp(
         "`true`, `false`",
-        "whether a plan that the first steps show to be off is solved again with measured rates",
+        "whether a plan that real steps show to be more than 15 % off is solved again with what was measured, without a "
+        "change of any result; `true`: as often as it is off",
         "once, and after a lasting drop of a channel's rate",
     ),
     "profile.cache_dir": KeyHelp("a path", "where measured speeds of this machine are kept", "`~/.cache/lazytrain_ds`"),
@@ -116,7 +118,6 @@ KEYS: Final[dict[str, KeyHelp]] = {
 ERRORS: Final[dict[str, str]] = {
     "ConfigError": "Correct the key the message names; it says which values are valid and names the nearest key for a "
     "misspelt one. [config.md](config.md) lists all keys.",
-    "NotAvailableYetError": "Leave the key out, or set it to the value the message names; the changelog says when it comes.",
     "UnsupportedError": "Remove the feature the message names, install the DeepSpeed version it names, or set "
     '`"lazytrain": null` to train without LazyTrain.',
     "SchemaError": "The file was written by another version or by hand: make it again with `lazytrain plan --json`, or "
@@ -176,10 +177,7 @@ def _config_page() -> str:
     ]
     for key, default in _defaults(LazyTrainConfig).items():
         words = KEYS[key]
-        meaning = words.meaning
-        if key in NOT_YET:
-            meaning += f" (not available yet: only {', '.join(f'`{_literal(value)}`' for value in NOT_YET[key])})"
-        lines.append(f"| `{key}` | {words.values} | {meaning} | {words.auto} | `{_literal(default)}` |")
+        lines.append(f"| `{key}` | {words.values} | {words.meaning} | {words.auto} | `{_literal(default)}` |")
     lines += [
         "",
         "## Who wins",

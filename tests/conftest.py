@@ -34,6 +34,26 @@ def child_environment() -> dict[str, str]:
     return environment
 
 
+@pytest.fixture(autouse=True)
+def no_times_of_other_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block times that earlier runs on this machine measured do not enter the plans of tests.
+
+    They would make plans depend on how busy the machine was then. A test that names a cache directory uses it.
+    """
+    if not {"runtime", "integration"} & set(Path(request.path).parts):
+        return
+    from lazytrain_ds.hardware.probe import cache_directory
+    from lazytrain_ds.workload.measure import MeasuredCache
+
+    for name, nothing in (("load", None), ("store", False)):
+        original = getattr(MeasuredCache, name)
+
+        def asked(self, *arguments, original=original, nothing=nothing):
+            return nothing if self.directory == cache_directory() else original(self, *arguments)
+
+        monkeypatch.setattr(MeasuredCache, name, asked)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def plain_functional_linear():
     """Each test file begins with torch's own `torch.nn.functional.linear`.

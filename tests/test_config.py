@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lazytrain_ds import config as module
 from lazytrain_ds.config import (
-    NOT_YET,
     LazyTrainConfig,
     batch_hint,
     find_block,
@@ -25,7 +24,7 @@ from lazytrain_ds.config import (
     require_top_level,
     rewrite,
 )
-from lazytrain_ds.errors import ConfigError, NotAvailableYetError, UnsupportedError
+from lazytrain_ds.errors import ConfigError, UnsupportedError
 
 # DESIGN.md section 4, "The block's keys"
 KEYS = [
@@ -89,10 +88,9 @@ def test_neither_on_nor_off(block: Any) -> None:
 
 
 def test_auto_is_allowed_everywhere() -> None:
-    later = {"micro_batch": "keep"}  # its "auto" asks for machinery that is not built yet
-    everywhere = {key: "auto" for key in KEYS} | later
+    everywhere = dict.fromkeys(KEYS, "auto")
     parsed = LazyTrainConfig.parse(everywhere)
-    assert parsed == LazyTrainConfig(state_precision="auto")
+    assert parsed == LazyTrainConfig(state_precision="auto", micro_batch="auto")
     nested = {"planner": dict.fromkeys(("kind", "solver", "time_limit", "gap"), "auto")}
     assert LazyTrainConfig.parse(nested | {"profile": {"cache_dir": "auto", "refresh": "auto"}}) == LazyTrainConfig()
 
@@ -209,7 +207,6 @@ def test_errors_name_the_key_and_the_remedy(block: dict[str, Any], text: str) ->
     with pytest.raises(ConfigError) as caught:
         LazyTrainConfig.parse(block)
     assert text in str(caught.value)
-    assert not isinstance(caught.value, NotAvailableYetError)
     assert caught.value.__cause__ is None
 
 
@@ -219,29 +216,9 @@ def test_all_errors_are_listed_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-# A value beyond the allowed ones for each key whose machinery is still to come.
-BEYOND = {
-    "nvme_write_budget": {"nvme_write_budget": "100GB"},
-    "state_precision": {"state_precision": "8bit"},
-    "replan": {"replan": True},
-    "profile.cache_dir": {"profile": {"cache_dir": "/tmp/x"}},
-    "profile.refresh": {"profile": {"refresh": True}},
-    "micro_batch": {"micro_batch": "auto"},
-    "device": {"device": {"emulate": {"device_memory": "8GB"}}},
-}
-
-
-def test_every_later_key_has_a_case() -> None:
-    assert set(NOT_YET) <= set(BEYOND)
-
-
-@pytest.mark.parametrize("key", list(BEYOND))
-def test_keys_whose_machinery_comes_later(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if key in NOT_YET:
-        with pytest.raises(NotAvailableYetError, match=f'"lazytrain.{key}": .* is not available yet'):
-            LazyTrainConfig.parse(BEYOND[key])
-    monkeypatch.delitem(NOT_YET, key, raising=False)
-    assert LazyTrainConfig.parse(BEYOND[key]) != LazyTrainConfig()  # taking the entry out is all it needs
+def test_a_plan_file_fixes_the_micro_batch() -> None:
+    with pytest.raises(ConfigError, match=r'"lazytrain\.micro_batch": "auto" and .* exclude'):
+        LazyTrainConfig.parse({"micro_batch": "auto", "plan_file": "plan.json"})
 
 
 # --- the rest of the config ------------------------------------------------------------------------------------------

@@ -48,8 +48,6 @@ def test_values_that_the_page_offers_are_accepted() -> None:
             continue
         values = [value.strip('`"') for value in words.values.split(", ")]
         for value in values:
-            if value == "auto" and key == "micro_batch":
-                continue  # not available yet
             section, _, name = key.rpartition(".")
             block = {section: {name: value}} if section else {name: value}
             LazyTrainConfig.parse(block)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazytrain_ds.config import LazyTrainConfig, batch_hint, find_block, refuse_features, require_stage_3
 from lazytrain_ds.errors import ConfigError
-from lazytrain_ds.planning.instance import Allowed, Instance
+from lazytrain_ds.planning.instance import Allowed, Instance, divisors
 from lazytrain_ds.planning.schema import TIERS, Precision
 
 if TYPE_CHECKING:
@@ -91,15 +91,6 @@ def batch_of(config: Mapping[str, Any], block: LazyTrainConfig, micro: str | Non
     if chosen is not None and total % chosen:
         raise ConfigError(f"a micro-batch of {chosen} does not divide the global batch of {total}")
     return Batch(total, chosen)
-
-
-def divisors(count: int, limit: int = 12) -> list[int]:
-    """Divisors of `count`, ascending; thinned out evenly when there are more than `limit`."""
-    found = [size for size in range(1, count + 1) if count % size == 0]
-    if len(found) <= limit:
-        return found
-    step = (len(found) - 1) / (limit - 1)
-    return sorted({found[round(index * step)] for index in range(limit)})
 
 
 def dtype_names(config: Mapping[str, Any]) -> tuple[str, str]:

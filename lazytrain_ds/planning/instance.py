@@ -390,3 +390,12 @@ class Instance:
     def from_json(cls, text: str | bytes) -> Instance:
         """Read and validate; SchemaError names field and reason."""
         return from_json(cls, text)
+
+
+def divisors(count: int, limit: int = 12) -> list[int]:
+    """Divisors of `count`, ascending: the micro-batches that keep a global batch. More than `limit`: thinned out."""
+    found = [size for size in range(1, count + 1) if count % size == 0]
+    if len(found) <= limit:
+        return found
+    step = (len(found) - 1) / (limit - 1)
+    return sorted({found[round(index * step)] for index in range(limit)})

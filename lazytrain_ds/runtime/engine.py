@@ -18,15 +18,22 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero import stage3 as upstream_stage3
 from deepspeed.utils import logger
 
 from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.errors import LazyTrainError
 from lazytrain_ds.runtime.activations import ActivationRuntime
+from lazytrain_ds.runtime.activations.replay import Buffers
+from lazytrain_ds.runtime.again import OUT_OF_MEMORY, Generators, MicroBatch, forget_attempt, without_frames
 from lazytrain_ds.runtime.checkpoint import MappedCheckpointEngine, committed, recover, write_latest
 from lazytrain_ds.runtime.console import Console
+from lazytrain_ds.runtime.ladder import Ladder
 from lazytrain_ds.runtime.plans import PlanBook
 from lazytrain_ds.runtime.progress import in_first_step, in_phase
+from lazytrain_ds.runtime.relocation import can_move
+from lazytrain_ds.runtime.replan import Replanner, make_replanner
 from lazytrain_ds.runtime.setup import Setup, StoreAccess
 from lazytrain_ds.runtime.stage3 import LazyStage3
 
@@ -72,12 +79,24 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_setup: Setup | None = None
         self._lt_activations: ActivationRuntime | None = None
         self._lt_console: Console | None = None
+        self._lt_replanner: Replanner | None = None
+        self._lt_waiting_plan: Any = None
+        self._lt_ladder: Ladder | None = None
+        self._lt_buffers: Buffers | None = None
+        self._lt_call: MicroBatch | None = None
         self._lt_micro_step_open = False
+        data = None
+        if self._lt_config.micro_batch == "auto":  # the loader is made with the micro-batch that the plan will have
+            data, kwargs["training_data"] = kwargs.get("training_data"), None
         super().__init__(*args, **kwargs)
+        if data:
+            self.training_data = data
+            self.training_dataloader = self.deepspeed_io(data)
         self._lt_console = Console(self)
         if self._lt_setup is not None:
             self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
             self._lt_console.notes(self._lt_book.notes)
+            self._lt_replanner = make_replanner(self._lt_book, self._lt_config, self._lt_console.say)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_lt_"):  # set before Module.__init__ has run, and never a submodule
@@ -125,6 +144,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             logger.info("lazytrain: no optimizer, so nothing is planned; this engine only runs forward passes")
             return super()._configure_zero_optimizer(optimizer)
         self._lt_book = PlanBook(self, self._lt_config)
+        self._lt_ladder = Ladder(self._lt_book)
         self._lt_setup = self._lt_book.place(optimizer)
         stage3 = type("LazyStage3", (LazyStage3,), {"lazytrain": self._lt_setup})
         with _SWAP_LOCK:  # upstream imports the class from its module inside this method
@@ -167,6 +187,12 @@ class LazyTrainEngine(DeepSpeedEngine):
             atexit.register(_finish_at_exit, weakref.ref(self))
         self._lt_activations.set_actions(self._lt_book.actions())
 
+    def _lt_adopt(self, instance: Any, plan: Any) -> Any:
+        """Between optimizer steps: carry out another plan of the same numerics from here on; returns its `Moves`."""
+        moves = self._lt_book.adopt(instance, plan, self.optimizer)
+        self._lt_use_plan()
+        return moves
+
     # -- forward and backward ----------------------------------------------------------------------------------
     @in_first_step("the first forward")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -175,8 +201,24 @@ class LazyTrainEngine(DeepSpeedEngine):
         self._lt_end_micro_step()
         if self._lt_book.replan_for(inputs, kwargs):
             self._lt_use_plan()
+            self._lt_waiting_plan = None
+            if self._lt_setup.device.torch_device.type == "cuda" and self._lt_setup.store is not None:
+                self._lt_ladder.prepare()  # when it is needed, the device has no room, but the host has the time now
+            if self._lt_replanner is not None:
+                self._lt_replanner.plan_changed()
             self._lt_console.plan(self._lt_book.instance, self._lt_book.plan, "activations")
             self._lt_console.notes(self._lt_book.notes)
+        if self._lt_setup.store is None:  # more ranks: one that ran again would leave the others waiting
+            return self._lt_forward_once(inputs, kwargs)
+        if self._lt_buffers is None:
+            self._lt_buffers = Buffers(self.module)
+        call = MicroBatch(self._lt_buffers, self._lt_setup.device.torch_device, inputs, kwargs)
+        output = self._lt_forward(call, inputs, kwargs)
+        call.ran(output)
+        self._lt_call = call
+        return output
+
+    def _lt_forward_once(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._lt_activations.micro_step_begins()
         self._lt_micro_step_open = True
         try:
@@ -185,6 +227,35 @@ class LazyTrainEngine(DeepSpeedEngine):
         except BaseException:
             self._lt_abort()
             raise
+
+    def _lt_forward(self, call: MicroBatch, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward; where the device runs out of memory in it, again under safer plans."""
+        call.alone, depth = not self._lt_activations.has_open_graphs(), len(parameter_offload.FWD_MODULE_STACK)
+        while True:
+            try:
+                return self._lt_forward_once(inputs, kwargs)
+            except OUT_OF_MEMORY as error:
+                failure = without_frames(error)
+            # From here on nothing refers to the failed attempt, and its memory is free.
+            forget_attempt(self, depth)
+            self._lt_use_safer_plan("forward", failure, call.obstacle())
+            call.restore()
+            inputs, kwargs = call.args, call.kwargs
+
+    def _lt_use_safer_plan(self, where: str, failure: BaseException, obstacle: str | None) -> None:
+        """Out of device memory: put the next safer plan in force, or say why that does not help and what would."""
+        ladder, book = self._lt_ladder, self._lt_book
+        before, plan = book.plan, ladder.next()
+        if plan is None:
+            raise ladder.end(failure) from failure
+        if obstacle is not None:
+            raise ladder.restart(plan, where, obstacle, failure) from failure
+        self._lt_adopt(book.instance, plan)
+        ladder.climbed()
+        book.ran_out_under(before)
+        if self._lt_replanner is not None:
+            self._lt_replanner.plan_changed()
+        self._lt_console.say(ladder.line(before, plan, where))
 
     def _backward_prologue(self) -> None:
         """The gradient has arrived at the model's output, by `engine.backward` or by the user's own `backward`."""
@@ -195,16 +266,50 @@ class LazyTrainEngine(DeepSpeedEngine):
     @in_first_step("the first backward")
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         counts = self._lt_hook_counts() if retain_graph else []
-        try:
-            result = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        except BaseException:
-            self._lt_abort()
-            raise
+        call, self._lt_call = self._lt_call, None
+        if call is None or self._lt_setup.store is None:
+            result = self._lt_backward_once(loss, retain_graph, scale_wrt_gas)
+        else:
+            gradients = self.optimizer.lazytrain_gradients
+            gradients.backward_begins()
+            try:
+                result = self._lt_backward(call, loss, retain_graph, scale_wrt_gas)
+            finally:
+                gradients.backward_begins()
         for attributes, name, count in counts:  # upstream counts them down to 0 and then fetches nothing any more
             attributes[name] = count
         if not retain_graph:
             self._lt_end_micro_step()
         return result
+
+    def _lt_backward_once(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Any:
+        try:
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        except BaseException:
+            self._lt_abort()
+            raise
+
+    def _lt_backward(self, call: MicroBatch, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Any:
+        """The backward; where the device runs out of memory in it, the whole micro-batch again under safer plans."""
+        position, depth = call.position_of(loss), len(parameter_offload.FWD_MODULE_STACK)
+        generators = Generators.capture(self._lt_setup.device.torch_device)
+        backwards = self._unmanaged_backward_count
+        value = loss.detach()
+        while True:
+            try:
+                return self._lt_backward_once(loss, retain_graph, scale_wrt_gas)
+            except OUT_OF_MEMORY as error:
+                failure = without_frames(error)
+            loss = None
+            self._unmanaged_backward_count = backwards
+            forget_attempt(self, depth)
+            self._lt_use_safer_plan("backward", failure, call.obstacle(position, retain_graph))
+            self.optimizer.lazytrain_gradients.again()
+            call.restore()
+            output = self._lt_forward(call, call.args, call.kwargs)
+            loss = call.returned(output, position, value)
+            del output
+            generators.set()
 
     def _lt_hook_counts(self) -> list[tuple[dict[str, Any], str, int]]:
         """How often DeepSpeed's hooks of each module have to fire in the coming backward."""
@@ -235,8 +340,30 @@ class LazyTrainEngine(DeepSpeedEngine):
         if self._lt_book is not None:
             self._lt_book.monitor.micro_step += 1
         if at_boundary and self._lt_book is not None:
-            self._lt_book.monitor.step_ended(self.global_steps)
+            timeline = self._lt_book.monitor.step_ended(self.global_steps)
             self._lt_console.step_done()
+            self._lt_replan(timeline)
+
+    def _lt_replan(self, timeline: Any) -> None:
+        """After an optimizer step: where the plan turned out to be off, go on with another one."""
+        if self._lt_replanner is None:
+            return
+        found = self._lt_waiting_plan or self._lt_replanner.step_done(timeline)
+        self._lt_waiting_plan = None
+        if found is None:
+            return
+        if not can_move(self.optimizer):
+            self._lt_waiting_plan = found  # the script holds parameters gathered across its step
+            return
+        instance, plan = found
+        changes = plan.blocks != self._lt_book.plan.blocks
+        try:
+            moves = self._lt_adopt(instance, plan)
+        except LazyTrainError as error:
+            self._lt_replanner.failed(error)
+            return
+        if changes:
+            self._lt_console.plan(instance, plan, f"solved again; {moves}")
 
     # -- checkpoints -------------------------------------------------------------------------------------------
     def _configure_checkpointing(self) -> None:

@@ -42,6 +42,8 @@ class GradientStore:
         self.buffers = buffers
         self.fresh: set[int] = set()
         self._assigned: set[int] = set()  # set by hand while there was no gradient: the next one replaces them
+        self._taken: dict[int, int] = {}  # how often in this backward, whatever number of attempts it took
+        self._arrivals: dict[int, int] = {}  # in this attempt
         self._spent: dict[int, float] = {}  # taken by the last step, times this
         self.threads = threads
         self.block_of = block_of
@@ -54,17 +56,35 @@ class GradientStore:
         """Move one parameter's gradient (this rank's partition, any shape) to the host buffer."""
         flat = gradient.reshape(-1)
         buffer = self.buffers[parameter.ds_id].narrow(0, 0, flat.numel())
+        arrivals = self._arrivals.get(parameter.ds_id, 0) + 1
+        self._arrivals[parameter.ds_id] = arrivals
+        if arrivals <= self._taken.get(parameter.ds_id, 0):
+            return
         first = parameter.ds_id not in self.fresh or parameter.ds_id in self._assigned
+        self._move(parameter.ds_id, flat, buffer, first)
+        # Only now: where the device has no room for the move, this gradient is not in.
+        self._taken[parameter.ds_id] = arrivals
         self._assigned.discard(parameter.ds_id)
         self.fresh.add(parameter.ds_id)
         self.moved_bytes += flat.numel() * buffer.element_size()
+
+    def backward_begins(self) -> None:
+        """A backward is about to run for the first time."""
+        self._taken.clear()
+        self._arrivals.clear()
+
+    def again(self) -> None:
+        """The backward under way broke off and will run again: what it has handed in is in, and is not taken twice."""
+        self._arrivals.clear()
+
+    def _move(self, ds_id: int, flat: torch.Tensor, buffer: torch.Tensor, first: bool) -> None:
         if self.device.name == "cpu":
             if first:
                 buffer.copy_(flat)
             else:
                 buffer.add_(flat.to(buffer.dtype))
             return
-        block = self.block_of[parameter.ds_id]
+        block = self.block_of[ds_id]
         self._collect(block)
         flat = flat.to(buffer.dtype)
         byte_count = flat.numel() * flat.element_size()

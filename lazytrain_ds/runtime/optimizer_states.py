@@ -97,26 +97,79 @@ class StateHomes:
     def add(self, low_precision: torch.Tensor, tier: TierName, spans: Sequence[Span]) -> torch.Tensor:
         """A sub-group whose weights are `low_precision`; returns its master (an empty shell where it is on NVMe)."""
         index = len(self.masters)
-        numel = low_precision.numel()
-        if tier == "device":
-            master = self.device.allocate(numel, torch.float32, PURPOSE)
-            master.copy_(low_precision)
-        else:
-            master = low_precision.detach().to(torch.float32, copy=True)
+        master = self._master(low_precision, tier)
         state = self.maker.new_state(master, spans)
         self.tiers.append(tier)
-        if tier != "nvme":
-            master.requires_grad_(True)
-            self.masters.append(master)
+        self.masters.append(master)
+        self._place(index, master, state)
+        return self.masters[index]
+
+    def _master(self, values: torch.Tensor, tier: TierName) -> torch.Tensor:
+        """A copy of `values` in fp32 where masters of `tier` are made."""
+        if tier != "device":
+            return values.detach().to("cpu", torch.float32, copy=True)
+        master = self.device.allocate(values.numel(), torch.float32, PURPOSE)
+        master.copy_(values.detach())
+        return master
+
+    def _place(self, index: int, master: torch.Tensor, state: dict[str, Any]) -> None:
+        """Sub-group `index`, whose tier is set, gets this master and state; on NVMe its master is an empty shell."""
+        if self.tiers[index] != "nvme":
+            self.masters[index] = master.requires_grad_(True)
             if state:
                 self.optimizer.state[master] = state
-            return master
+            return
         if not state:
             raise PlanError(f"states of {type(self.optimizer).__name__} cannot live on NVMe: only our Adam's can")
-        shell = torch.empty(0, dtype=torch.float32).requires_grad_(True)
-        self.masters.append(shell)
         self._put_on_disk(index, master, state)
-        return shell
+        self.masters[index] = torch.empty(0, dtype=torch.float32).requires_grad_(True)
+
+    # -- another plan ------------------------------------------------------------------------------------------
+    def move(self, index: int, tier: TierName) -> torch.Tensor:
+        """Give a sub-group another home, with no update under way; returns its master there.
+
+        Where that fails (no space, no memory) it stays where it is.
+        """
+        before = self.tiers[index]
+        if tier == before:
+            return self.masters[index]
+        self.settle()
+        self._free.clear()  # of the size that the largest sub-group on NVMe had until now
+        place = self._disk.get(index)
+        if place is not None:
+            buffer = aligned_empty(place.byte_count, torch.uint8)
+            self.store.read(place.key, buffer).wait()
+            views = {section.name: self._view(buffer, section) for section in place.sections}
+            old = views.pop("master")
+            state = {**views, **place.numbers}
+        else:
+            old = self.masters[index]
+            state = self.optimizer.state.get(old, {})
+        master = self._master(old, tier) if tier != "nvme" else old.detach()
+        where = master.device
+        state = {
+            name: value.to(where, copy=place is not None) if torch.is_tensor(value) and value.dim() > 0 else value
+            for name, value in state.items()
+        }
+        self.tiers[index] = tier
+        try:
+            self._place(index, master, state)
+        except BaseException:
+            self.tiers[index] = before
+            if place is None and (written := self._disk.pop(index, None)) is not None and written.key in self.store:
+                self.store.delete(written.key)
+            raise
+        if place is not None:
+            del self._disk[index]
+            self.store.delete(place.key)
+            self._staging_bytes = max((each.byte_count for each in self._disk.values()), default=0)
+        else:
+            self.optimizer.state.pop(old, None)
+            if before == "device":
+                self.device.free(old, PURPOSE)
+        return self.masters[index]
+
+    # -- NVMe --------------------------------------------------------------------------------------------------
 
     def _put_on_disk(self, index: int, master: torch.Tensor, state: dict[str, Any]) -> None:
         tensors = {"master": master, **{name: value for name, value in state.items() if torch.is_tensor(value)}}

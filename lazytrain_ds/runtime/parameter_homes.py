@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
+from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.layout import BlockLayout, SubGroup
 from lazytrain_ds.runtime.parameters import Part, StagingPool
 
@@ -103,6 +104,47 @@ class ParameterHomes:
             # The store keeps the order of a key: the next fetch reads what is written here.
             self.nvme.write(part.key, buffers[key]).wait()
             self.staging.give(buffers[key])
+
+    # -- another plan ------------------------------------------------------------------------------------------
+    def move(self, block: int, to_nvme: bool) -> None:
+        """Give a block another home, with no update under way and none of its parameters gathered.
+
+        Where that fails (no space, no memory) the block stays where it is, whole.
+        """
+        if to_nvme == (block in self.on_nvme):
+            return
+        self.check_in_idle()
+        parts = self.layout.blocks[block].parts
+        if block in self._checked_out:
+            raise PlanError(f"block {block} cannot be moved while its parameters are gathered")
+        if to_nvme:
+            try:
+                for part in parts:
+                    self.nvme.write(part.key, part.host).wait()
+            except BaseException:
+                self._forget_keys(parts)
+                raise
+            for part in parts:
+                empty, part.host = part.host.new_empty(0), None
+                for parameter, _, _ in part.entries:
+                    parameter.ds_tensor.data = empty
+            self.on_nvme |= {block}
+        else:
+            buffers = [self._empty_host(part.numel, part.dtype) for part in parts]
+            for part, buffer in zip(parts, buffers, strict=True):
+                self.nvme.read(part.key, buffer).wait()
+            for part, buffer in zip(parts, buffers, strict=True):
+                part.host = buffer
+                for parameter, offset, numel in part.entries:
+                    parameter.ds_tensor.data = buffer.narrow(0, offset, numel)
+            self.on_nvme -= {block}
+            self._forget_keys(parts)
+        self._point_flats(block)
+
+    def _forget_keys(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.key in self.nvme:
+                self.nvme.delete(part.key)
 
     # -- for DeepSpeed and the user ------------------------------------------------------------------------------
     def check_out(self, blocks: Iterable[int], *, changing: bool = False) -> None:

@@ -145,6 +145,14 @@ class StagingPool:
         with self._lock:
             self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
+    def trim(self) -> None:
+        """Give what nobody uses back to the system."""
+        with self._lock:
+            self.allocated_bytes -= sum(
+                each.numel() * each.element_size() for free in self._free.values() for each in free
+            )
+            self._free.clear()
+
 
 class ParameterStore:
     """Fetches and releases blocks. `ready(block)` gives the events of updates that the next copy must wait for."""
@@ -342,6 +350,23 @@ class ParameterStore:
         for block in self.blocks:
             block.holds = 0
             self.release(block.index, force=True)
+
+    def set_resident(self, index: int, resident: bool) -> None:
+        """Between steps, with everything released: the block keeps its slot from its next fetch on, or no longer."""
+        block = self.blocks[index]
+        if block.resident and not resident:
+            block.resident = False
+            self.release(index, force=True)
+            for part in block.parts:  # a resident whose update made it stale is absent, but has its slot still
+                self._give_back(block, part, self.device.record())
+            block.state, block.stale = "absent", True
+        block.resident = resident
+
+    def trim(self) -> None:
+        """Free every pooled slot and staging buffer: what another plan needs may be of other sizes."""
+        while self._trim():
+            pass
+        self.staging.trim()
 
     def close(self) -> None:
         """Give every slot back, residents and pooled ones too, also those whose copy failed with its update."""

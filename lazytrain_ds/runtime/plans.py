@@ -8,10 +8,8 @@ again when a larger batch comes.
 from __future__ import annotations
 
 import importlib
-import itertools
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,132 +17,52 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from torch.utils._pytree import tree_leaves
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, InfeasibleError, PlanError
+from lazytrain_ds.errors import ConfigError, LazyTrainError, PlanError
+from lazytrain_ds.hardware.probe import cache_directory, machine_key
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.optim.fused_adamw import FusedAdamW
 from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
-from lazytrain_ds.planning.instance import Allowed, Instance
+from lazytrain_ds.planning.instance import Instance, divisors
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.rules import RULES
-from lazytrain_ds.planning.schema import TIERS, Precision, digest
-from lazytrain_ds.planning.simulator import predict
+from lazytrain_ds.planning.schema import Precision, digest
+from lazytrain_ds.planning.simulator import Simulator, predict
 from lazytrain_ds.planning.solve import solve
 from lazytrain_ds.report.run_directory import RunDirectory
-from lazytrain_ds.runtime.activations.replay import RandomState
+from lazytrain_ds.runtime.corrections import Corrections
 from lazytrain_ds.runtime.device import make_device
 from lazytrain_ds.runtime.machine import about_this_run, host_threads, local_hardware
 from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
 from lazytrain_ds.runtime.progress import in_phase
+from lazytrain_ds.runtime.questions import (
+    DEFAULT_SEQUENCE_LENGTH,
+    allowed_by,
+    batch_shape,
+    batch_sides,
+    best_of_rules,
+    generators_untouched,
+    give_store_name,
+    model_length,
+    take_store_name,
+)
+from lazytrain_ds.runtime.relocation import Moves
 from lazytrain_ds.runtime.setup import BlockModules, Setup
 from lazytrain_ds.runtime.swap import NvmeStore, aligned_empty
 from lazytrain_ds.workload.blocks import find_blocks
 from lazytrain_ds.workload.build import Training, build_instance
+from lazytrain_ds.workload.measure import MeasuredCache, workload_key
 from lazytrain_ds.workload.profile import Profile, profile_call, profile_model
 from lazytrain_ds.workload.trace import TraceError
 
 __all__ = ["PlanBook"]
 
-DEFAULT_SEQUENCE_LENGTH = 2048
-LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-
 INERT_SECTION = (
     'the section "activation_checkpointing" does nothing by itself in DeepSpeed, and here the plan decides what is '
     'recomputed and where boundaries are; set "lazytrain.activations" to decide it yourself'
 )
-
-
-def model_length(model: torch.nn.Module) -> int | None:
-    """The sequence length that a model's own config names, None where it has none."""
-    config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        for name in LENGTH_NAMES:
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
-
-
-def batch_shape(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """(rows, tokens per row) of a call: of its largest tensor with two or more dimensions; (1, 1) if it has none."""
-    tensors = [leaf for leaf in tree_leaves((inputs, dict(kwargs))) if torch.is_tensor(leaf) and leaf.dim() >= 1]
-    if not tensors:
-        return (1, 1)
-    largest = max(tensors, key=lambda tensor: tensor.shape[:2].numel())
-    return (largest.shape[0], largest.shape[1] if largest.dim() > 1 else 1)
-
-
-def allowed_by(config: LazyTrainConfig, world_size: int, own_optimizer: bool = True, on_cpu: bool = True) -> Allowed:
-    """What the block's keys and this version's runtime leave open.
-
-    `own_optimizer`: the optimizer is one of ours, whose states the runtime knows how to move.
-    """
-
-    def forced(value: str, possible: tuple[str, ...], key: str) -> tuple[str, ...]:
-        if value in TIERS:
-            if value not in possible:
-                raise ConfigError(f'"lazytrain.{key}": "{value}" cannot be carried out here, only {possible}')
-            return (value,)
-        return possible
-
-    nvme = ("nvme",) if config.nvme_path != "auto" else ()
-    activation_tiers = ("device", "host", *nvme)
-    one_rank = world_size == 1
-    # On a CPU the device's arithmetic is the host's, so that states may live in either; on a GPU it is not.
-    state_tiers: tuple[str, ...] = ("host",)
-    if one_rank and own_optimizer:
-        state_tiers = (*(("device",) if on_cpu else ()), "host", *nvme)
-    return Allowed(
-        boundary_tiers=forced(config.activations, activation_tiers, "activations"),
-        saved_tiers=forced(config.activations, activation_tiers, "activations"),
-        parameter_tiers=forced(config.parameters, ("device", "host", *(nvme if one_rank else ())), "parameters"),
-        optimizer_tiers=forced(config.optimizer_states, state_tiers, "optimizer_states"),
-        step_modes=("hidden", "serial") if world_size == 1 else ("serial",),
-    )
-
-
-@contextmanager
-def generators_untouched(device: torch.device) -> Iterator[None]:
-    """Tracing runs the model's code: whatever random numbers that draws, the training sees its own."""
-    python, tensors = random.getstate(), RandomState.capture(device)
-    numpy = sys.modules.get("numpy")
-    arrays = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        tensors.set()
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-
-
-def best_of_rules(solved: Callable[[str], Plan]) -> Plan:
-    """The rule plan with the shortest predicted step; what `solved` raises where none of them fits."""
-    plans: list[Plan] = []
-    failure: Exception | None = None
-    for name in RULES:
-        try:
-            plans.append(solved(name))
-        except (InfeasibleError, PlanError) as error:
-            failure = error
-    if not plans:
-        assert failure is not None
-        raise failure
-    return min(plans, key=lambda plan: plan.prediction.step_seconds)
-
-
-_names_in_use: set[str] = set()
-
-
-def take_store_name(rank: int) -> str:
-    """A name for one more store of this process: the same in each run, so that it takes over what a killed one left."""
-    names = (f"rank{rank}" if number == 1 else f"rank{rank}-{number}" for number in itertools.count(1))
-    name = next(name for name in names if name not in _names_in_use)
-    _names_in_use.add(name)
-    return name
 
 
 class PlanBook:
@@ -161,12 +79,15 @@ class PlanBook:
         self.nvme_store: NvmeStore | None = None
         self.report: RunDirectory | None = None
         self.instance: Instance | None = None
+        self.estimated: Instance | None = None  # the same before anything measured in real steps entered it
+        self.corrections: Corrections | None = None
         self.plan: Plan | None = None
         self.policy: Policy | None = None
         self.placement: Plan | None = None
         self.notes: list[str] = []
         self._store_name = ""
         self._seen = (0, 0)
+        self._refused_bytes: int | None = None
         self._setup: Setup | None = None
         self._training: Training | None = None
 
@@ -178,14 +99,15 @@ class PlanBook:
         pattern = None if self.config.blocks == "auto" else self.config.blocks
         table = find_blocks(model, pattern)
         length = self._sequence_length(model)
-        rows = self.engine.train_micro_batch_size_per_gpu()
+        given, per_rank = self.engine.train_micro_batch_size_per_gpu(), self._samples_per_rank()
+        sizes = divisors(per_rank) if self.config.micro_batch == "auto" else [given]
         dtype, accumulation = self.engine.get_data_types()
         self.dtype = dtype
         own, on_cpu = isinstance(optimizer, FusedAdamW), self.device.torch_device.type == "cpu"
         if isinstance(optimizer, HybridAdamW8bit) and not optimizer.knows_model:
             optimizer.observe_model(model)
         self._training = Training(
-            global_batch=rows * self.engine.gradient_accumulation_steps() * self.world_size,
+            global_batch=per_rank * self.world_size,
             sequence_length=length,
             world_size=self.world_size,
             accumulation_dtype=accumulation,
@@ -196,15 +118,21 @@ class PlanBook:
             quantizable=self._quantizable(optimizer),
         )
         with generators_untouched(self.device.torch_device):
-            profile = profile_model(model, table, [rows], length, dtype=dtype, device=self.device.torch_device.type)
+            profile = profile_model(model, table, sizes, length, dtype=dtype, device=self.device.torch_device.type)
         self._note(profile.notes)
         if dict(self.engine.config).get("activation_checkpointing"):
             self._note((INERT_SECTION,))
         self.table = table
-        instance = build_instance(model, table, profile, self.hardware, self._training, dtype=dtype)
+        estimated = build_instance(model, table, profile, self.hardware, self._training, dtype=dtype)
+        instance = self._corrected(estimated, sizes[-1])
         plan = self._choose(instance, None)
+        if self.config.micro_batch == "auto":
+            self._use_micro_batch(plan, given)
+            only = (plan.micro_batch,)
+            estimated, instance = replace(estimated, micro_batches=only), replace(instance, micro_batches=only)
+            plan = replace(plan, instance=digest(instance))
         self._accept(instance, plan)
-        self.placement = plan
+        self.placement, self.estimated = plan, estimated
         quantizable = self._quantizable(optimizer)
         self._setup = Setup(
             self.config,
@@ -219,6 +147,37 @@ class PlanBook:
             monitor=self.monitor,
         )
         return self._setup
+
+    def _samples_per_rank(self) -> int:
+        return self.engine.train_micro_batch_size_per_gpu() * self.engine.gradient_accumulation_steps()
+
+    def _use_micro_batch(self, plan: Plan, given: int) -> None:
+        """The engine and its config go by the plan's micro-batch from now on; the global batch stays."""
+        total = self._samples_per_rank()
+        values = {"train_micro_batch_size_per_gpu": plan.micro_batch, "gradient_accumulation_steps": plan.rounds}
+        for key, value in values.items():
+            setattr(self.engine._config, key, value)
+            if isinstance(self.engine.config, dict):
+                self.engine.config[key] = value
+        assert self._samples_per_rank() == total
+        change = "as given" if plan.micro_batch == given else f"instead of {given} x {total // given}"
+        self._note(
+            (
+                f'"micro_batch": "auto": {plan.micro_batch} samples x {plan.rounds} accumulation steps, {change} '
+                f"(global batch {total * self.world_size} kept); results are those of this micro-batch",
+            )
+        )
+
+    def _check_rows(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A loader that does not read the engine's micro-batch would change the global batch: refused by name."""
+        wanted = self.placement.micro_batch
+        if self.config.micro_batch == "auto" and wanted not in batch_sides(inputs, kwargs):
+            raise ConfigError(
+                f'"lazytrain.micro_batch": "auto" chose {wanted} samples per micro-batch, but the first batch has '
+                f"{batch_shape(inputs, kwargs)[0]}: a loader of your own is never resized. Pass training_data= to "
+                "deepspeed.initialize, build the loader with engine.train_micro_batch_size_per_gpu(), or set "
+                '"micro_batch": "keep"'
+            )
 
     def _precisions(self, optimizer: torch.optim.Optimizer) -> tuple[Precision, ...]:
         """State precisions the user's optimizer and `state_precision` leave open."""
@@ -373,21 +332,95 @@ class PlanBook:
         rows, length = batch_shape(inputs, kwargs)
         if rows * length <= self._seen[0] * self._seen[1] and self._seen != (0, 0):
             return False
+        if self._seen == (0, 0):
+            self._check_rows(inputs, kwargs)
         model = self.engine.module
         with generators_untouched(self.device.torch_device):
             profile = self._profile(rows, length, inputs, kwargs)
         self._note(profile.notes)
         rounds = self.placement.rounds
         training = replace(self._training, global_batch=rows * rounds * self.world_size, sequence_length=length)
-        instance = build_instance(model, self.table, profile, self.hardware, training, dtype=self.dtype)
+        estimated = build_instance(model, self.table, profile, self.hardware, training, dtype=self.dtype)
+        instance = self._corrected(estimated, rows)
         placement = replace(self.placement, micro_batch=rows, rounds=rounds, prediction=None)
         placement = self._with_legal_activations(placement, instance)
         self._accept(instance, self._choose(instance, placement))
+        self.estimated = estimated
+        self._put_in_force()
+        self._seen = (rows, length)  # only now: a shape that was refused is refused again
+        return True
+
+    def _put_in_force(self) -> None:
+        """The executing parts ask the present policy from here on."""
         self._setup.instance, self._setup.plan, self._setup.policy = self.instance, self.plan, self.policy
         if self._setup.coordinator is not None:
             self._setup.coordinator.policy = self.policy
-        self._seen = (rows, length)  # only now: a shape that was refused is refused again
-        return True
+
+    # -- what real steps said ----------------------------------------------------------------------------------
+    @property
+    def _cache(self) -> MeasuredCache:
+        configured = self.config.profile.cache_dir
+        return MeasuredCache(cache_directory(None if configured == "auto" else configured))
+
+    def _cache_key(self, estimated: Instance, micro_batch: int) -> str:
+        played = json.dumps(self.config.device, sort_keys=True) if self.device.name == "emulated" else ""
+        return workload_key(estimated, micro_batch, machine_key(device_kind=self.device.name, played=played))
+
+    def _corrected(self, estimated: Instance, micro_batch: int) -> Instance:
+        """The instance with what earlier steps, of this run or of one like it, measured."""
+        seconds = None
+        if self.config.profile.refresh is not True:
+            seconds = self._cache.load(self._cache_key(estimated, micro_batch))
+        if seconds is not None:
+            cached = Corrections.from_seconds(estimated, micro_batch, seconds)
+            self.corrections = replace(self.corrections or cached, compute=cached.compute)
+        return estimated if self.corrections is None else self.corrections.applied(estimated, micro_batch)
+
+    def keep_measured(self, corrections: Corrections) -> None:
+        """Leave the blocks' measured seconds for later runs of the same workload on this machine (rank 0)."""
+        seconds = corrections.seconds(self.estimated, self.plan.micro_batch)
+        if dist.get_rank() == 0 and seconds:
+            self._cache.store(self._cache_key(self.estimated, self.plan.micro_batch), seconds)
+
+    def solve_again(self, instance: Instance) -> Plan:
+        """The plan for `instance`, which is the one in force but for times: of equal numerics, in any other way free.
+
+        Raises InfeasibleError where the user's planner finds none that fits.
+        """
+        precisions = {mode.precision for mode in instance.optimizer_modes}
+        return self._choose(self._limited(instance), self.plan if len(precisions) > 1 else None)
+
+    def ran_out_under(self, plan: Plan) -> None:
+        """The device ran out of memory under `plan`: no plan that is found again may need as much."""
+        peak = Simulator(self.instance).run(plan).peaks["device"]
+        self._refused_bytes = peak if self._refused_bytes is None else min(self._refused_bytes, peak)
+
+    def _limited(self, instance: Instance) -> Instance:
+        if self._refused_bytes is None:
+            return instance
+        device = instance.tier("device")
+        capacity = min(device.capacity_bytes, self._refused_bytes - 1 + device.margin_bytes)
+        tiers = tuple(replace(t, capacity_bytes=capacity) if t.name == "device" else t for t in instance.tiers)
+        return replace(instance, tiers=tiers)
+
+    def adopt(self, instance: Instance, plan: Plan, optimizer: Any) -> Moves:
+        """Between optimizer steps: carry out `plan` from here on, moving what has another home in it.
+
+        Where a home has no room, everything goes back and the error is raised: the plan in force stays in force.
+        """
+        before = self.instance, self.plan, self.policy
+        self._accept(instance, plan)
+        self._setup.nvme = self.nvme_store
+        try:
+            moves = optimizer.lazytrain_move(self.policy)
+        except LazyTrainError:
+            self.instance, self.plan, self.policy = before
+            self._write_report()
+            optimizer.lazytrain_move(self.policy)
+            raise
+        self.placement = plan
+        self._put_in_force()
+        return moves
 
     @in_phase("tracing what this batch needs")
     def _profile(self, rows: int, length: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Profile:
@@ -425,7 +458,7 @@ class PlanBook:
         if self.nvme_store is not None:
             self.nvme_store.close()
             self.nvme_store = None
-            _names_in_use.discard(self._store_name)
+            give_store_name(self._store_name)
         self.device.close()
 
 

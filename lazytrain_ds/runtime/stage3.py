@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,8 @@ from lazytrain_ds.runtime.observers import StateObservers, guard_state, guarded_
 from lazytrain_ds.runtime.optimizer_states import StateHomes
 from lazytrain_ds.runtime.parameter_homes import ParameterHomes
 from lazytrain_ds.runtime.parameters import ParameterStore
+from lazytrain_ds.runtime.policy import Policy
+from lazytrain_ds.runtime.relocation import Moves, move
 from lazytrain_ds.runtime.setup import Setup
 from lazytrain_ds.runtime.updates import Update, Updater, make_updater
 from lazytrain_ds.runtime.worker import HostWorker
@@ -463,6 +465,11 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         """Where the low-precision weights lie."""
         return self._lt_homes
 
+    @property
+    def lazytrain_gradients(self) -> GradientStore:
+        """Where gradients accumulate."""
+        return self._lt_gradients
+
     def lazytrain_weights_changed(self) -> None:
         """Weights were written where they lie: what is on the device is fetched anew."""
         if self._lt_one_rank:
@@ -473,11 +480,10 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         """Trainable parameters without a gradient in the step under way (with more ranks: none are named)."""
         return self._lt_gradients.missing(self._lt_norm_order) if self._lt_one_rank else []
 
-    @contextmanager
-    def lazytrain_paused(self) -> Iterator[None]:
-        """No update is under way inside: for whoever replaces plans or states."""
+    def lazytrain_move(self, policy: Policy) -> Moves:
+        """Between steps: bring everything to where `policy` has it. See `relocation.move`."""
         self.drain()
-        yield
+        return move(self, policy)
 
     def destroy(self) -> None:
         """End the updates under way and free everything, also after a failure (which is raised at the end)."""

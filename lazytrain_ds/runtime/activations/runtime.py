@@ -185,6 +185,10 @@ class ActivationRuntime:
         return self._operators[names]
 
     # -- the micro-step ----------------------------------------------------------------------------------------
+    def has_open_graphs(self) -> bool:
+        """Whether an earlier forward's backward is still to come (or may come)."""
+        return any(frame.living() for frame in self._open)
+
     def micro_step_begins(self) -> None:
         """A training forward is about to run."""
         if self.frame is not None:
