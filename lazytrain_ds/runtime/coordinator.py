@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Module, Parameter
 
+from lazytrain_ds.runtime.inference import KeptForInference
 from lazytrain_ds.runtime.parameters import ParameterStore
 from lazytrain_ds.runtime.policy import BlockAction, Policy
 
@@ -56,6 +57,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._outlasting: list[Parameter] = []
         self._deferred: int | None = None
         self._training_pass = True
+        self._kept: KeptForInference | None = None
         self._since = 0.0
         self.on_visit: Callable[[str, int, float, float], None] | None = None
         self._lock = threading.RLock()
@@ -73,6 +75,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         `owner_of`: id(module) -> block that the module belongs to, for every module with parameters.
         """
         self.store, self.policy, self._root = store, policy, root
+        self._kept = KeptForInference(store)
         self._owner_of = dict(owner_of)
         self._block_of_module = {id(module): block for block, module in block_modules.items()}
         self._whole_blocks = set(block_modules)
@@ -154,6 +157,10 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         if block == self._deferred:
             self._deferred = None
         self._visit = (phase, block)
+        if phase == "forward" and not self._training_pass:
+            self._kept.make_room(self.policy)
+        else:
+            self._kept.let_go()
         if phase == "forward":
             self._action = self.policy.before_forward(block)
         elif phase == "rerun":
@@ -187,6 +194,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             self.store.blocks[unit].in_use = False
             if phase == "backward" and unit > 0:
                 self._let_outlast(unit)
+            if phase == "forward" and not self._training_pass:
+                self._kept.offer(unit, self.policy)
             self.store.release(unit)
 
     def _let_outlast(self, unit: int) -> None:
@@ -258,6 +267,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             if block is not None and self._visit == ("forward" if forward else "backward", block):
                 self._leave()
             if forward and submodule is self._root and not self._training_pass:
+                if self._visit is not None:  # the last block is a group of modules, whose visit nothing else ends
+                    self._kept.offer(self._visit[1], self.policy)
                 self._release_unused()
 
     def _release_unused(self) -> None:

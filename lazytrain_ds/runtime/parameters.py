@@ -1,8 +1,9 @@
 """Parameters of blocks: flat host buffers, device slots, fetch and release. One copy per block, events, no trace.
 
 Life of a block's parameters: *absent* -> `issue` takes a slot and queues the copy -> *in flight* -> `wait` points the
-parameters at the slot -> *present* -> `release` empties them and gives the slot back. A resident block keeps its slot;
-it is copied again only after an optimizer update made it stale.
+parameters at the slot -> *present* -> `release` empties them and gives the slot back. A resident block keeps its slot,
+and so does one that evaluation keeps until the next training step; it is copied again only after an optimizer update
+made it stale.
 
 Invariants (tests/runtime/test_parameters.py names each):
 * a parameter has its full shape from the block's fetch until its gradient is accumulated (DeepSpeed's post-backward);
@@ -74,6 +75,7 @@ class BlockParameters:
     index: int
     parts: list[Part]
     resident: bool = False
+    kept: bool = False
     pooled: bool = True
     state: str = "absent"
     stale: bool = True
@@ -84,6 +86,11 @@ class BlockParameters:
     def byte_count(self) -> int:
         """Bytes of one copy."""
         return sum(part.byte_count for part in self.parts)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its slot outlives a release: by the plan, or for the evaluation under way."""
+        return self.resident or self.kept
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter of the block."""
@@ -207,7 +214,7 @@ class ParameterStore:
         candidates = [
             block
             for block in self.blocks
-            if block.state != "absent"
+            if (block.state != "absent" or block.kept)
             and block.holds == 0
             and not block.resident
             and block.index != wanted
@@ -215,7 +222,11 @@ class ParameterStore:
         ]
         if not candidates:
             return False
-        self.release(min(candidates, key=lambda block: self._last_use.get(block.index, 0)).index)
+        oldest = min(candidates, key=lambda block: self._last_use.get(block.index, 0))
+        if oldest.kept:
+            self.let_go(oldest.index)
+        else:
+            self.release(oldest.index)
         return self._trim() or True
 
     # -- fetch -------------------------------------------------------------------------------------------------
@@ -242,7 +253,7 @@ class ParameterStore:
             if must:
                 raise
             return False
-        if block.stale or not block.resident:
+        if block.stale or not block.stays:
             self.before_issue(index)
             after = [*waits, *self.ready(index)]
             for part in block.parts:
@@ -321,12 +332,27 @@ class ParameterStore:
                 if parameter.ds_status is ZeroParamStatus.AVAILABLE and self._is_ours(part, parameter):
                     parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
                     parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            if not block.resident:
+            if not block.stays:
                 self._give_back(block, part, done)
         block.state = "absent"
         block.in_use = False
-        if block.resident and not block.stale:
+        if block.stays and not block.stale:
             block.state = "in flight"  # the slot still holds the current values: the next `need` only points at it
+
+    def let_go(self, index: int) -> None:
+        """Evaluation keeps this block no longer: its slot goes back, now or, where it is in use, with its release."""
+        block = self.blocks[index]
+        if not block.kept:
+            return  # gone already: someone needed its slot
+        block.kept = False
+        if block.in_use or block.holds:
+            return
+        if block.state != "absent":
+            self.release(index)
+            return
+        done = self.device.record()
+        for part in block.parts:  # stale: it kept its slot, but there is nothing to release
+            self._give_back(block, part, done)
 
     def _give_back(self, block: BlockParameters, part: Part, free_after: Event) -> None:
         slot, part.slot, part.event = part.slot, None, None

@@ -9,10 +9,16 @@ Note [Instance forwards]
 A `forward` set on the instance as a bound method (a fused kernel's patch) is carried over. One set as a closure
 still points at the real module, so the class's own forward is used instead; our own activation wrappers are of
 that kind.
+
+Note [Closures over the model]
+A patch often remembers what it replaced (`original = model.forward`, TRL's fused head) and calls it. Functions are
+therefore copied with the modules, and the methods bound to them, in their closures replaced by the shadow's: the
+real model's forward would fetch real weights in the middle of a trace.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import OrderedDict
 from typing import Any
@@ -117,17 +123,52 @@ class _Builder:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            return types.MethodType(value.__func__, self.module(value.__self__))
+            return types.MethodType(self.value(value.__func__, depth + 1), self.module(value.__self__))
         if depth > 4:
             return value
         kind = type(value)
+        if kind is types.FunctionType:
+            return self.function(value, depth)
+        if kind is functools.partial:
+            args = tuple(self.value(item, depth + 1) for item in value.args)
+            named = {key: self.value(item, depth + 1) for key, item in value.keywords.items()}
+            return functools.partial(self.value(value.func, depth + 1), *args, **named)
         if kind in (list, tuple, set):
             return kind(self.value(item, depth + 1) for item in value)
         if kind in (dict, OrderedDict):
             return kind((key, self.value(item, depth + 1)) for key, item in value.items())
         return value
 
+    def function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
+        """The function itself, or a copy whose closure has shadows where the original has modules."""
+        if id(function) in self.done:
+            return self.done[id(function)]
+        self._remember(function, function)  # one that is in its own closure keeps pointing at the original
+        cells, changed = [], False
+        for cell in function.__closure__ or ():
+            try:
+                before = cell.cell_contents
+            except ValueError:  # not assigned yet
+                cells.append(cell)
+                continue
+            after = self.value(before, depth + 1) if _may_hold_a_module(before) else before
+            changed = changed or after is not before
+            cells.append(cell if after is before else types.CellType(after))
+        if not changed:
+            return function
+        copied = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__dict__.update(function.__dict__)
+        return self._remember(function, copied)
+
     def _remember(self, original: Any, copy: Any) -> Any:
         self.done[id(original)] = copy
         self.alive.append(original)
         return copy
+
+
+def _may_hold_a_module(value: Any) -> bool:
+    """Containers are left alone: a closure may hold any of them, large ones too."""
+    return isinstance(value, nn.Module | types.MethodType | types.FunctionType | functools.partial)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
@@ -139,6 +141,28 @@ def test_hooks_and_wrapped_forwards_of_the_real_model_are_not_run():
         module.register_forward_pre_hook(fail)
     model.blocks[0].forward = fail
     assert trace_with_inputs(model, find_blocks(model), (), call(2, 8)) == expected
+
+
+def test_a_patched_forward_that_remembers_the_original_does_not_reach_the_real_model():
+    """As TRL's fused head: bound to the model, with the forward it replaced in its closure."""
+    model = TinyLM().train()
+    expected = trace_with_inputs(model, find_blocks(model), (), call(2, 8))
+    original, ran = model.forward, []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: ran.append(1))
+
+    remembered = functools.partial(original)
+
+    def through(*args: object, **kwargs: object) -> object:
+        return remembered(*args, **kwargs)
+
+    def patched(self: nn.Module, *args: object, fused: bool = False, **kwargs: object) -> object:
+        assert not fused
+        return through(*args, **kwargs)
+
+    model.forward = types.MethodType(patched, model)
+    assert trace_with_inputs(model, find_blocks(model), (), call(2, 8)) == expected
+    assert not ran
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for builds without CUDA")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lazytrain_ds.errors import PlanError
+from lazytrain_ds.runtime.activations import custom_functions
 from lazytrain_ds.runtime.activations.counters import ActivationCounters
 from lazytrain_ds.runtime.activations.frame import OUTSIDE, Frame, ParameterAccess, unpack
 from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnStall, OnTask, Store
@@ -118,6 +119,7 @@ class ActivationRuntime:
         """Wrap the blocks' forwards."""
         if not self._installed:
             installation.add()
+            custom_functions.installation.add()
             linear_installation.add()
             for wrapper in self._wrappers:
                 wrapper.install()
@@ -129,6 +131,7 @@ class ActivationRuntime:
             for wrapper in self._wrappers:
                 wrapper.remove()
             linear_installation.remove()
+            custom_functions.installation.remove()
             installation.remove()
             self._installed = False
 
@@ -213,7 +216,8 @@ class ActivationRuntime:
                 yield
             return
         account = KeptAccount(OUTSIDE, SAVED)
-        with owned(self.takeover), torch.autograd.graph.saved_tensors_hooks(frame.keeper(account), unpack):
+        view_of = frame.parameters.view_of if frame.parameters is not None else None
+        with owned(self.takeover), custom_functions.outside_blocks(frame.keeper(account), unpack, view_of):
             yield
         frame.settle(account)
         frame.left()

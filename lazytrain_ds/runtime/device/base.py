@@ -145,6 +145,10 @@ class Device(ABC):
         """Uncount a tensor from `allocate`; the caller drops its reference."""
         self.ledger.discharge(tensor.numel() * tensor.element_size(), purpose)
 
+    def allocated_bytes(self) -> int:
+        """Bytes of device memory in use now: by the whole process if that can be told, else what the ledger counts."""
+        return self.ledger.live_bytes
+
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch_device)
 

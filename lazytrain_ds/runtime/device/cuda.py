@@ -142,6 +142,9 @@ class CudaDevice(Device):
             print(f"[lazytrain] page-locked memory is refused ({error}); copies go on from pageable memory, slower")
             return torch.empty(numel, dtype=dtype)
 
+    def allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
     def available_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
