@@ -1,6 +1,7 @@
 """No plan beats a bound, and the count model ranks plans as the simulator does."""
 
 import random
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -13,6 +14,7 @@ from lazytrain_ds.planning.rules import best_rule
 from lazytrain_ds.planning.simulator import Simulator
 from tests.planning.oracle import random_instance
 from tests.planning.random_plans import random_plan
+from tests.planning.tiny import DEVICE_GROUP, tiny_instance, uniform
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -90,3 +92,51 @@ def test_relaxed_model_bounds_the_integer_one_and_both_bound_the_rule():
     assert relaxed.bound_seconds <= integer.bound_seconds * (1 + 1e-6) <= outcome.step_seconds
     # The solver's counts, put into the rows by hand, give the solver's time (the reliefs of prefetching aside).
     assert relaxation.least_seconds(integer.counts) <= integer.seconds * (1 + 1e-6)
+
+
+def waiting(name, rate, **fields):
+    """Six blocks, three rounds; channel `name` at `rate`, the others much faster; (instance, uniform plan)."""
+    base = tiny_instance(6, rounds=3)
+    channels = tuple(replace(c, bytes_per_second=rate if c.name == name else 100.0) for c in base.channels)
+    instance = replace(base, channels=channels, allowed=replace(base.allowed, longest_lead=2))
+    return instance, uniform(instance, "hidden", **fields)
+
+
+def least_and_simulated(instance, plan):
+    relaxation = Relaxation(instance, Simulator(instance).costs(1), plan.optimizer_step)
+    return relaxation.least_seconds(relaxation.counts(plan)), Simulator(instance).run(plan).step_seconds
+
+
+def test_the_bound_knows_that_gradients_set_the_pace_of_backward():
+    # Every gradient takes longer to leave (30 s) than a backward (20 s); three rounds of 6 * 30 s of compute.
+    least, simulated = least_and_simulated(*waiting("d2h", 0.1, parameter_tier="device"))
+    assert simulated > 3 * 180 * 1.15
+    assert 0.95 * simulated <= least <= simulated
+
+
+def test_the_bound_knows_that_a_fetch_longer_than_its_lead_is_waited_for():
+    # Two of six blocks are fetched, 25 s each while two forwards of 10 s run: 2 * 5 s of waiting a forward.
+    instance, plan = waiting("h2d", 0.16, parameter_tier="device", keep_parameters=True, parameter_lead=2)
+    blocks = [replace(block, parameter_tier="host") if i in (2, 4) else block for i, block in enumerate(plan.blocks)]
+    plan = replace(plan, blocks=tuple(replace(block, optimizer=DEVICE_GROUP) for block in blocks))
+    least, simulated = least_and_simulated(instance, plan)
+    compute = 3 * 180 + 6 * 1  # with the steps on the device
+    assert simulated >= compute + 3 * 10
+    assert compute + 3 * 10 <= least <= simulated
+
+
+def test_blocks_run_again_fetch_their_parameters_again():
+    base = tiny_instance(8, rounds=2)
+    channels = tuple(replace(c, bytes_per_second=0.1 if c.name == "h2d" else 10.0) for c in base.channels)
+    instance = replace(base, channels=channels, allowed=replace(base.allowed, longest_lead=1))
+    blocks = [
+        replace(block, boundary="dropped" if index % 4 else "device")
+        for index, block in enumerate(uniform(instance, choice="boundary").blocks)
+    ]
+    plan = replace(uniform(instance, "hidden"), blocks=tuple(blocks))
+    plan.check(instance)
+    relaxation = Relaxation(instance, Simulator(instance).costs(1), "hidden")
+    counts = relaxation.counts(plan)
+    # Six dropped boundaries, none of them held or resident: six more fetches a micro-step.
+    assert relaxation.refetches.value(counts) == 6
+    assert relaxation.least_seconds(counts) <= Simulator(instance).run(plan).step_seconds
