@@ -356,6 +356,11 @@ class PlanBook:
         if self._setup.coordinator is not None:
             self._setup.coordinator.policy = self.policy
 
+    @property
+    def times_blocks(self) -> bool:
+        """Whether measured visits are compute: on CUDA they are the time that issuing it took."""
+        return self.device.name != "cuda"
+
     # -- what real steps said ----------------------------------------------------------------------------------
     @property
     def _cache(self) -> MeasuredCache:

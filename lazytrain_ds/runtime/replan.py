@@ -73,8 +73,8 @@ class Verdict:
 def make_replanner(book: Any, config: LazyTrainConfig, say: Callable[[str], None]) -> Replanner | None:
     """The one that the block's `replan` asks for; None for none.
 
-    `"auto"` leaves the plan alone where somebody else decided it (`plan_file`, `policy`) and with more than one rank
-    (their times differ, and they would have to agree); `true` is refused there, by name.
+    `"auto"` leaves the plan alone where somebody else decided it (`plan_file`, `policy`), with more ranks (their
+    times differ, and they would have to agree), and where blocks are not timed; `true` is refused there, by name.
     """
     if config.replan is False:
         return None
@@ -82,6 +82,7 @@ def make_replanner(book: Any, config: LazyTrainConfig, say: Callable[[str], None
         f'"lazytrain.plan_file": {config.plan_file!r} says what to do': config.plan_file != "auto",
         f'"lazytrain.policy": {config.policy!r} decides instead of the plan': config.policy != "auto",
         f"there are {book.world_size} ranks, and only one rank can change its plan in a run": book.world_size > 1,
+        "blocks are not timed on this kind of device yet": not book.times_blocks,
     }
     for reason, holds in reasons.items():
         if holds and config.replan is True:

@@ -50,7 +50,7 @@ class Book:
         self.corrections = None
         self.kept = []
         self.asked = []
-        self.world_size = 1
+        self.world_size, self.times_blocks = 1, True
 
     def keep_measured(self, corrections):
         self.kept.append(corrections)
@@ -197,22 +197,23 @@ def test_rate_of_a_channel_takes_overlap_and_latency_off():
 
 # -- who asks for it -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("block", "world_size", "reason"),
+    ("block", "world_size", "timed", "reason"),
     [
-        ({"plan_file": "plan.json"}, 1, r"plan_file.*says what to do"),
-        ({"policy": "module:Name"}, 1, r"policy.*decides instead of the plan"),
-        ({}, 2, "there are 2 ranks"),
+        ({"plan_file": "plan.json"}, 1, True, r"plan_file.*says what to do"),
+        ({"policy": "module:Name"}, 1, True, r"policy.*decides instead of the plan"),
+        ({}, 2, True, "there are 2 ranks"),
+        ({}, 1, False, "blocks are not timed"),
     ],
 )
-def test_where_the_plan_is_not_ours_to_change(block, world_size, reason):
-    book = SimpleNamespace(world_size=world_size)
+def test_where_the_plan_is_not_ours_to_change(block, world_size, timed, reason):
+    book = SimpleNamespace(world_size=world_size, times_blocks=timed)
     assert make_replanner(book, LazyTrainConfig.parse(block), print) is None
     with pytest.raises(ConfigError, match=f'"lazytrain.replan": true is not possible here, because .*{reason}'):
         make_replanner(book, LazyTrainConfig.parse({**block, "replan": True}), print)
 
 
 def test_on_by_default_and_off_when_asked():
-    book = SimpleNamespace(world_size=1)
+    book = SimpleNamespace(world_size=1, times_blocks=True)
     assert make_replanner(book, LazyTrainConfig(), print).always is False
     assert make_replanner(book, LazyTrainConfig(replan=True), print).always is True
     assert make_replanner(book, LazyTrainConfig(replan=False), print) is None
