@@ -30,6 +30,7 @@ from lazytrain_ds.runtime.again import OUT_OF_MEMORY, Generators, MicroBatch, fo
 from lazytrain_ds.runtime.checkpoint import MappedCheckpointEngine, committed, recover, write_latest
 from lazytrain_ds.runtime.console import Console
 from lazytrain_ds.runtime.ladder import Ladder
+from lazytrain_ds.runtime.optimizers import describe_optimizer, make_basic_optimizer
 from lazytrain_ds.runtime.plans import PlanBook
 from lazytrain_ds.runtime.progress import in_first_step, in_phase
 from lazytrain_ds.runtime.relocation import can_move
@@ -63,7 +64,10 @@ def initialize(
 
 
 def _finish_at_exit(reference: weakref.ref[LazyTrainEngine]) -> None:
-    """A script that ends without `engine.destroy()`: updates under way end before the swap files go."""
+    """A script that ends without `engine.destroy()`: updates under way end before the interpreter and swap files go.
+
+    A thread that comes back from the kernel into an interpreter that is gone aborts the process.
+    """
     engine = reference()
     optimizer = engine.optimizer if engine is not None else None
     if isinstance(optimizer, LazyStage3):
@@ -97,6 +101,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             self._lt_console.plan(self._lt_setup.instance, self._lt_setup.plan, "placement")
             self._lt_console.notes(self._lt_book.notes)
             self._lt_replanner = make_replanner(self._lt_book, self._lt_config, self._lt_console.say)
+            self._lt_console.say(describe_optimizer(self.basic_optimizer, self.client_optimizer is not None))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_lt_"):  # set before Module.__init__ has run, and never a submodule
@@ -133,8 +138,6 @@ class LazyTrainEngine(DeepSpeedEngine):
             super()._broadcast_model()
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
-        from lazytrain_ds.runtime.optimizers import make_basic_optimizer
-
         chosen = make_basic_optimizer(self.optimizer_name(), self.optimizer_params(), model_parameters)
         return chosen if chosen is not None else super()._configure_basic_optimizer(model_parameters)
 
@@ -176,6 +179,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             on_stall=self._lt_book.monitor.stall,
         )
         self._lt_activations.install()
+        self._lt_finish_at_exit()
         self._lt_use_plan()
 
     def _lt_use_plan(self) -> None:
@@ -183,8 +187,7 @@ class LazyTrainEngine(DeepSpeedEngine):
         store = self._lt_book.nvme_store  # opened when the first plan needs it
         if store is not self._lt_activations.mover.store:
             self._lt_activations.mover.store = store
-            # Exit handlers run last in, first out: ours has to come before the store's own.
-            atexit.register(_finish_at_exit, weakref.ref(self))
+            self._lt_finish_at_exit()  # exit handlers run last in, first out: ours has to come before the store's own
         self._lt_activations.set_actions(self._lt_book.actions())
 
     def _lt_adopt(self, instance: Any, plan: Any) -> Any:
@@ -192,6 +195,9 @@ class LazyTrainEngine(DeepSpeedEngine):
         moves = self._lt_book.adopt(instance, plan, self.optimizer)
         self._lt_use_plan()
         return moves
+
+    def _lt_finish_at_exit(self) -> None:
+        atexit.register(_finish_at_exit, weakref.ref(self))
 
     # -- forward and backward ----------------------------------------------------------------------------------
     @in_first_step("the first forward")
