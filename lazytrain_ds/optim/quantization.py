@@ -180,7 +180,7 @@ def dequantize_blockwise(codes: torch.Tensor, absmax: torch.Tensor, signed: bool
     return (padded * absmax[:, None]).view(-1)[:n].clone()
 
 
-_CELLS, _FIRST_CELL = 2820, 0x347F0000
+_CELLS = 1 << 16  # upper halves of a float's bits
 
 
 @functools.cache
@@ -200,22 +200,27 @@ def kernel_tables() -> bytes:
             middle = low + (high - low) // 2
             reached = _nearest(middle.view(torch.float32), tensors, signed) >= codes
             low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        first_of = high.clone()  # bits of the smallest value of codes 1, 2, ... top
+        first_of = high.long()  # bits of the smallest value of codes 1, 2, ... top
         if not signed:
-            first_of[0] = _FIRST_CELL + 1  # cell 0 is exactly zero, everything else has at least code 1
-        starts = _FIRST_CELL + 65536 * torch.arange(_CELLS + 1, dtype=torch.int64)
-        code_at = torch.bucketize(starts, first_of.long(), right=True)  # of each cell's start
-        steps = (code_at[1:] - code_at[:-1]).tolist()
-        boundaries = (first_of.long() - _FIRST_CELL).tolist()
-        entries = []
-        for cell, (code, step) in enumerate(zip(code_at[:-1].tolist(), steps, strict=True)):
-            if step > 1:
-                raise AssertionError(
-                    f"cell {cell} of the {'signed' if signed else 'unsigned'} map holds {step} boundaries"
-                )
-            entry = 65536 * (code - cell) + (65536 * (cell + 1) - boundaries[code] if step else 0)
-            entries.append(entry % 2**32)
+            first_of[0] = 1  # everything but zero has at least code 1
         words = (*t.value_slope, *t.value_offset, *t.next, *t.code_slope, *t.code_offset, *t.cap)
         out += struct.pack("40f8i", *words) + struct.pack("256f", *tensors["values"].tolist())
-        out += struct.pack(f"{_CELLS}I", *entries)
+        out += _entries(first_of, signed).to(torch.int32).numpy().tobytes()
     return out
+
+
+def _entries(first_of: torch.Tensor, signed: bool) -> torch.Tensor:
+    """int64 [_CELLS], each in the range of int32: `entry_of_cell` of csrc/common.h, from the bits [top] of the smallest
+    magnitude of each code but 0."""
+    cell = torch.arange(_CELLS, dtype=torch.int64)
+    start, negative = (cell % (_CELLS // 2)) * 65536, cell >= _CELLS // 2
+    code = torch.bucketize(start, first_of, right=True)
+    step = torch.bucketize(start + 65536, first_of, right=True) - code
+    if int(step.max()) > 1:
+        raise AssertionError(f"a cell of the map (signed: {signed}) holds {int(step.max())} boundaries")
+    boundary = first_of[code.clamp_max(first_of.numel() - 1)]
+    if signed:  # -1 is not in the map: its nearest code is that of -127
+        step = torch.where(negative & (code == 127), 0, step)
+        code = torch.where(negative, code.clamp_max(127) - 127, code + 127)
+    entry = 65536 * (code - cell) + torch.where(step > 0, 65536 + start - boundary, 0)
+    return (entry + 2**31) % 2**32 - 2**31

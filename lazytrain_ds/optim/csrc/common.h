@@ -53,8 +53,7 @@ struct Segment {
 };
 
 // A dynamic map in two equivalent forms; quantization.py computes both (and says how), this is the layout it writes.
-constexpr int64_t kCells = 2820;       // 2,818 used
-constexpr int32_t kFirstCell = 0x347f0000;  // one cell below 2^-22; a cell is 2^16 floats, 1/128 of an octave
+constexpr int64_t kCells = 65536;      // a cell holds the floats whose bits have the same upper half: 1/128 of an octave
 
 struct Map {
   // As piecewise linear functions of eight pieces, so that one eight-entry register holds a table (AVX-512).
@@ -65,7 +64,9 @@ struct Map {
   int32_t cap[8];
   // As tables in memory (AVX2, whose eight-entry lookups are slow on some processors, and the portable path): the value of
   // each code; and per cell of values, which holds at most one boundary between codes, 65536 * (code at its start - its
-  // number) + 65536 - (boundary's distance from its start).
+  // number) + 65536 - (boundary's distance from its start): added to a value's bits, it carries into the upper half exactly
+  // from the boundary on, and the upper half is the code. Negative values of the signed map have -code there, for the code
+  // falls where the bits rise. Every float has a cell, so that nothing needs clamping; only a few kilobytes are ever read.
   float value[256];
   uint32_t entry_of_cell[kCells];
 };

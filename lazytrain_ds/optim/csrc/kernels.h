@@ -12,20 +12,41 @@ LT_FN V load_as(const void* p, int64_t i) {
 #else
 #include "map_memory.h"
 #endif
+// Whether x * (1 / absmax) is good enough as it stands: 1 / absmax is a normal number, and see kLargestPlainUnsigned.
+template <bool Signed>
+LT_FN bool is_plain(float absmax) {
+  return !((absmax < 0x1p-100f && absmax > 0.0f) || absmax > (Signed ? 0x1p100f : kLargestPlainUnsigned));
+}
+LT_FN V inverse_of(float absmax) { return set(absmax > 0.0f ? 1.0f / absmax : 0.0f); }
+
 template <bool Signed>
 LT_FN void quantize_block(const Map& map, const float* x, float absmax, uint8_t* code) {
-  if (__builtin_expect((absmax < 0x1p-100f && absmax > 0.0f) || absmax > 0x1p100f, 0)) {
-    // 1 / absmax would not be a normal number: bring the block closer to 1 by a power of two first.
-    quantize_with<Signed, true>(map, x, absmax, absmax < 1.0f ? 0x1p64f : 0x1p-64f, code);
-  } else {
-    quantize_with<Signed, false>(map, x, absmax, 1.0f, code);
+  const Quantizer q = quantizer(map);
+  alignas(64) float scaled[kBlock];
+  V inverse = inverse_of(absmax);
+  if (__builtin_expect(!is_plain<Signed>(absmax), 0)) {
+    // Bring the block closer to 1 by a power of two first if need be, and keep what is not zero from becoming zero.
+    const float rescale = absmax < 0x1p-100f ? 0x1p64f : absmax > 0x1p100f ? 0x1p-64f : 1.0f;
+    const V factor = set(rescale);
+    inverse = inverse_of(absmax * rescale);
+    for (int i = 0; i < kBlock; i += W) {
+      const V raw = load(x + i);
+      V a = mul(mul(raw, factor), inverse);
+      if (!Signed) a = as_float(zero_where_zero(imax(bits(magnitude(a)), iset(1)), raw));
+      store(scaled + i, a);
+    }
+    inverse = set(1.0f);
+    x = scaled;
   }
+  for (int i = 0; i < kBlock; i += kCodesAtOnce) quantize_some<Signed>(q, x + i, inverse, code + i);
 }
 
-LT_FN void write_copy(const float* p, void* out, int type, bool stream) {
-  uint16_t* o = static_cast<uint16_t*>(out);
-  if (type == kBF16) for (int i = 0; i < kBlock; i += 2 * W) store_bf16(o + i, load(p + i), load(p + i + W), stream);
-  else for (int i = 0; i < kBlock; i += 2 * W) store_half(o + i, load(p + i), load(p + i + W), stream);
+template <int Out>
+LT_FN void write_copy(const float* p, uint16_t* out, bool stream) {
+  for (int i = 0; i < kBlock; i += 2 * W) {
+    if (Out == kBF16) store_bf16(out + i, load(p + i), load(p + i + W), stream);
+    else store_half(out + i, load(p + i), load(p + i + W), stream);
+  }
 }
 
 // With fp32 moments, in fp64 throughout: the only roundings are those of the three results. The memory traffic hides most
@@ -49,39 +70,64 @@ LT_FN void adam_fp32(float* p, const void* grad, float* m, float* v, const Coeff
   }
 }
 
-template <int T>
+// With 8-bit moments, in two passes over a block: moments and their absmax first, then codes and parameters together, so
+// that the divisions and square roots of these are under way while the table lookups of those fill the other units.
+template <int Out, bool Codes>
+LT_FN void finish_8bit(float* p, const float* m, const float* v, float m_absmax, float v_absmax, uint8_t* m_code,
+                       uint8_t* v_code, const Map* maps, const CoefficientsOf<float>& c, uint16_t* out, bool stream) {
+  const Quantizer qm = quantizer(maps[0]), qv = quantizer(maps[1]);
+  const V m_inverse = inverse_of(m_absmax), v_inverse = inverse_of(v_absmax), eps = set(c.eps), step_size = set(c.step_size),
+          decay = set(c.decay);
+  constexpr int n = kCodesAtOnce / W;
+  for (int i = 0; i < kBlock; i += kCodesAtOnce) {
+    V x[n];
+    for (int u = 0; u < n; u++) x[u] = add(root(load(v + i + u * W)), eps);
+    if (Codes) quantize_some<true>(qm, m + i, m_inverse, m_code + i);
+    for (int u = 0; u < n; u++) x[u] = div(load(m + i + u * W), x[u]);
+    if (Codes) quantize_some<false>(qv, v + i, v_inverse, v_code + i);
+    for (int u = 0; u < n; u++) {
+      x[u] = sub(mul(load(p + i + u * W), decay), mul(x[u], step_size));
+      store(p + i + u * W, x[u]);
+    }
+    for (int u = 0; u < n; u += 2) {
+      if (Out == kBF16) store_bf16(out + i + u * W, x[u], x[u + 1], stream);
+      if (Out == kF16) store_half(out + i + u * W, x[u], x[u + 1], stream);
+    }
+  }
+}
+template <int T, int Out>
 LT_FN void adam_8bit(float* p, const void* grad, uint8_t* m_code, uint8_t* v_code, float* m_absmax, float* v_absmax,
-                     const Map* maps, const CoefficientsOf<float>& c) {
+                     const Map* maps, const CoefficientsOf<float>& c, uint16_t* out, bool stream) {
   alignas(64) float m[kBlock], v[kBlock];
   const Dequantizer dm = dequantizer(maps[0]), dv = dequantizer(maps[1]);
   const V m_scale = set(*m_absmax * c.beta1), v_scale = set(*v_absmax * c.beta2), one_minus_beta1 = set(c.one_minus_beta1),
-          one_minus_beta2 = set(c.one_minus_beta2), eps = set(c.eps), step_size = set(c.step_size), decay = set(c.decay),
-          scale = set(c.grad_scale), l2 = set(c.l2), largest_finite = set(0x1.fffffep127f);
+          one_minus_beta2 = set(c.one_minus_beta2), scale = set(c.grad_scale), l2 = set(c.l2),
+          largest_finite = set(0x1.fffffep127f);
   const bool with_l2 = c.l2 != 0.0f;
   V m_top = set(0.0f), v_top = set(0.0f);
   for (int i = 0; i < kBlock; i += W) {
-    const V before = load(p + i);
     V gi = mul(load_as<T>(grad, i), scale);
-    if (with_l2) gi = add(gi, mul(before, l2));
+    if (with_l2) gi = add(gi, mul(load(p + i), l2));
     const V mi = add(mul(value_signed(dm, m_code + i), m_scale), mul(gi, one_minus_beta1));
     // Capped, because an infinite absmax would make the whole block undefined.
     const V vi = minf(add(mul(value_unsigned(dv, v_code + i), v_scale), mul(mul(gi, gi), one_minus_beta2)), largest_finite);
-    const V update = mul(div(mi, add(root(vi), eps)), step_size);
-    const V pi = sub(mul(before, decay), update);
     store(m + i, mi);
     store(v + i, vi);
-    store(p + i, pi);
     m_top = maxf(m_top, magnitude(mi));
     v_top = maxf(v_top, vi);
   }
-  *m_absmax = largest(m_top);
-  *v_absmax = largest(v_top);
-  quantize_block<true>(maps[0], m, *m_absmax, m_code);
-  quantize_block<false>(maps[1], v, *v_absmax, v_code);
+  const float mt = *m_absmax = largest(m_top), vt = *v_absmax = largest(v_top);
+  if (__builtin_expect(is_plain<true>(mt) && is_plain<false>(vt), 1)) {
+    finish_8bit<Out, true>(p, m, v, mt, vt, m_code, v_code, maps, c, out, stream);
+  } else {
+    quantize_block<true>(maps[0], m, mt, m_code);
+    quantize_block<false>(maps[1], v, vt, v_code);
+    finish_8bit<Out, false>(p, m, v, mt, vt, m_code, v_code, maps, c, out, stream);
+  }
 }
 
 // Elements [begin, end) of a segment; begin is a multiple of kBlock, and so is end unless it is the segment's.
-template <int T>
+template <int T, int Out>
 LT_FN void step_range_as(const Buffers& b, const Segment& s, int64_t begin, int64_t end, const Map* maps,
                          const Coefficients& c) {
   alignas(64) float p_pad[kBlock], m_pad[kBlock], v_pad[kBlock];
@@ -110,14 +156,13 @@ LT_FN void step_range_as(const Buffers& b, const Segment& s, int64_t begin, int6
       }
       p = p_pad, grad = grad_pad, out = out_pad;
     }
+    const bool stream = whole && b.stream_out && (reinterpret_cast<uintptr_t>(out) & 63) == 0;
     if (s.quantized) {
       const int64_t block = s.absmax_offset + at / kBlock;
-      adam_8bit<T>(p, grad, m_code, v_code, b.m_absmax + block, b.v_absmax + block, maps, c.rounded);
+      adam_8bit<T, Out>(p, grad, m_code, v_code, b.m_absmax + block, b.v_absmax + block, maps, c.rounded, out, stream);
     } else {
       adam_fp32<T>(p, grad, m, v, c.exact);
-    }
-    if (b.out_type != kNone) {
-      write_copy(p, out, b.out_type, whole && b.stream_out && (reinterpret_cast<uintptr_t>(out) & 63) == 0);
+      if (Out != kNone) write_copy<Out>(p, out, stream);
     }
     if (!whole) {
       memcpy(b.param + flat, p, count * 4);
@@ -126,16 +171,18 @@ LT_FN void step_range_as(const Buffers& b, const Segment& s, int64_t begin, int6
       } else {
         memcpy(b.m32 + state, m, count * 4), memcpy(b.v32 + state, v, count * 4);
       }
-      if (b.out_type != kNone) memcpy(static_cast<uint16_t*>(b.out) + flat, out, count * 2);
+      if (Out != kNone) memcpy(static_cast<uint16_t*>(b.out) + flat, out, count * 2);
     }
   }
   if (b.stream_out) store_fence();
 }
 LT_TARGET static void step_range(const Buffers& b, const Segment& s, int64_t begin, int64_t end, const Map* maps,
                                  const Coefficients& c) {
-  if (b.grad_type == kF32) step_range_as<kF32>(b, s, begin, end, maps, c);
-  else if (b.grad_type == kBF16) step_range_as<kBF16>(b, s, begin, end, maps, c);
-  else step_range_as<kF16>(b, s, begin, end, maps, c);
+#define LT_CASE(T, Out) if (b.grad_type == T && b.out_type == Out) step_range_as<T, Out>(b, s, begin, end, maps, c);
+  LT_CASE(kF32, kNone) LT_CASE(kF32, kBF16) LT_CASE(kF32, kF16)
+  LT_CASE(kBF16, kNone) LT_CASE(kBF16, kBF16) LT_CASE(kBF16, kF16)
+  LT_CASE(kF16, kNone) LT_CASE(kF16, kBF16) LT_CASE(kF16, kF16)
+#undef LT_CASE
 }
 
 // Sum of squares of up to kNormChunk elements: element i goes to partial sum i % 64, in order; the partial sums are

@@ -27,6 +27,7 @@ LT_FN V root(V a) { return _mm512_sqrt_ps(a); }
 LT_FN V maxf(V a, V b) { return _mm512_max_ps(a, b); }
 LT_FN V minf(V a, V b) { return _mm512_min_ps(a, b); }
 LT_FN V magnitude(V a) { return _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff))); }
+LT_FN V as_float(I a) { return _mm512_castsi512_ps(a); }
 LT_FN I bits(V a) { return _mm512_castps_si512(a); }
 LT_FN V with_sign_of(V a, V s) { return _mm512_or_ps(a, _mm512_and_ps(s, _mm512_set1_ps(-0.0f))); }
 LT_FN V to_float(I k) { return _mm512_cvtepi32_ps(k); }

@@ -24,8 +24,8 @@ LT_INLINE V root(V a) { LT_EACH a.v[i] = __builtin_sqrtf(a.v[i]); return a; }
 LT_INLINE V maxf(V a, V b) { LT_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 LT_INLINE V minf(V a, V b) { LT_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 LT_INLINE V magnitude(V a) { LT_EACH a.v[i] = bits_to_float(float_to_bits(a.v[i]) & 0x7fffffffu); return a; }
+LT_INLINE V as_float(I a) { V r; memcpy(r.v, a.v, sizeof r.v); return r; }
 LT_INLINE I bits(V a) { I r; memcpy(r.v, a.v, sizeof r.v); return r; }
-LT_INLINE I isub(I a, I b) { LT_EACH a.v[i] -= b.v[i]; return a; }
 LT_INLINE D dset(double f) { D r; LT_EACH r.v[i] = f; return r; }
 LT_INLINE D dadd(D a, D b) { LT_EACH a.v[i] += b.v[i]; return a; }
 LT_INLINE D dsub(D a, D b) { LT_EACH a.v[i] -= b.v[i]; return a; }
@@ -34,25 +34,17 @@ LT_INLINE D ddiv(D a, D b) { LT_EACH a.v[i] /= b.v[i]; return a; }
 LT_INLINE D droot(D a) { LT_EACH a.v[i] = __builtin_sqrt(a.v[i]); return a; }
 LT_INLINE D widen(V a) { D r; LT_EACH r.v[i] = a.v[i]; return r; }
 LT_INLINE V narrow(D a) { V r; LT_EACH r.v[i] = static_cast<float>(a.v[i]); return r; }
-LT_INLINE I imin(I a, I b) { LT_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 LT_INLINE I imax(I a, I b) { LT_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 LT_INLINE I zero_where_zero(I k, V a) { LT_EACH k.v[i] = a.v[i] == 0.0f ? 0 : k.v[i]; return k; }
-// Table entries of W codes, and of W cells (place >> 16)
+// Table entries of W codes
 LT_INLINE V look_up(const float* t, const uint8_t* code) { V r; LT_EACH r.v[i] = t[code[i]]; return r; }
-LT_INLINE I look_up(const uint32_t* t, I place) { LT_EACH place.v[i] = static_cast<int32_t>(t[place.v[i] >> 16]); return place; }
-LT_INLINE I iadd(I a, I b) {
-  LT_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]));
-  return a;
-}
-LT_INLINE I upper_half(I a) { LT_EACH a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> 16); return a; }
-// 4 * W codes in 0..255; with signs, 4 * W magnitudes to codes 127 +- k (-1, k = 128, has code 0 as its nearest)
-LT_INLINE void store_codes(uint8_t* p, const I* k) {
-  for (int j = 0; j < 4; j++) LT_EACH p[j * W + i] = static_cast<uint8_t>(k[j].v[i]);
-}
-LT_INLINE void store_signed_codes(uint8_t* p, const I* k, const float* x) {
-  for (int j = 0; j < 4; j++) LT_EACH {
-    const int32_t n = k[j].v[i], low = n < 127 ? 127 - n : 0;
-    p[j * W + i] = static_cast<uint8_t>(float_to_bits(x[j * W + i]) >> 31 ? low : 127 + n);
+// Codes of kCodesAtOnce values times `inverse`: see Map
+constexpr int kCodesAtOnce = 2 * W;
+LT_INLINE void store_codes_of(const uint32_t* t, const float* x, V inverse, uint8_t* code) {
+  for (int i = 0; i < kCodesAtOnce; i++) {
+    const uint32_t u = float_to_bits(x[i] * inverse.v[0]);
+    const int32_t k = static_cast<int32_t>(t[u >> 16] + u) >> 16;
+    code[i] = static_cast<uint8_t>(k < 0 ? -k : k);
   }
 }
 LT_INLINE float largest(V a) { float r = 0.0f; LT_EACH r = a.v[i] > r ? a.v[i] : r; return r; }

@@ -33,24 +33,22 @@ LT_FN I nearest(const Quantizer& q, V a, int32_t middle) {
   return iadd(imin(rounded, look(q.cap, piece)), iset(middle - kMagicBits));
 }
 
-template <bool Signed, bool Rescale>
-LT_FN void quantize_with(const Map& map, const float* x, float absmax, float rescale, uint8_t* code) {
-  const Quantizer q = quantizer(map);
-  if (Rescale) absmax *= rescale;
-  const V inverse = set(absmax > 0.0f ? 1.0f / absmax : 0.0f), factor = set(rescale);
-  for (int i = 0; i < kBlock; i += 4 * W) {
-    I k[4];
-    for (int u = 0; u < 4; u++) {
-      const V raw = load(x + i + u * W);
-      const V a = mul(Rescale ? mul(raw, factor) : raw, inverse);
-      if (Signed) {
-        // -1 is not in the map: its nearest code is 0, hence the max.
-        k[u] = imax(iadd(negate_where_negative(nearest(q, magnitude(a), kMiddleSigned), a), iset(127)), iset(0));
-      } else {
-        // A second moment that is not zero never becomes zero: the next step would divide by eps.
-        k[u] = zero_where_zero(imax(nearest(q, a, kMiddleUnsigned), iset(1)), raw);
-      }
+constexpr float kLargestPlainUnsigned = 0x1p100f;
+constexpr int kCodesAtOnce = 4 * W;
+
+// kCodesAtOnce codes of x / absmax.
+template <bool Signed>
+LT_FN void quantize_some(const Quantizer& q, const float* x, V inverse, uint8_t* code) {
+  I k[4];
+  for (int u = 0; u < 4; u++) {
+    const V raw = load(x + u * W), a = mul(raw, inverse);
+    if (Signed) {
+      // -1 is not in the map: its nearest code is 0, hence the max.
+      k[u] = imax(iadd(negate_where_negative(nearest(q, magnitude(a), kMiddleSigned), a), iset(127)), iset(0));
+    } else {
+      // A second moment that is not zero never becomes zero: the next step would divide by eps.
+      k[u] = zero_where_zero(imax(nearest(q, a, kMiddleUnsigned), iset(1)), raw);
     }
-    store_codes(code + i, k);
   }
+  store_codes(code, k);
 }
