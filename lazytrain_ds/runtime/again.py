@@ -9,8 +9,6 @@ of a backward, with or without accumulation.
 from __future__ import annotations
 
 import gc
-import random
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,12 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
 from lazytrain_ds.errors import DeviceMemoryError
-from lazytrain_ds.runtime.activations.replay import Buffers, RandomState, model_parallel_random_states
+from lazytrain_ds.runtime.activations.replay import (
+    Buffers,
+    PythonStates,
+    RandomState,
+    model_parallel_random_states,
+)
 from lazytrain_ds.runtime.activations.structure import copy_structure, is_stateful, tensors_in
 
 __all__ = ["OUT_OF_MEMORY", "Generators", "MicroBatch", "forget_attempt", "without_frames"]
@@ -32,27 +35,18 @@ OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 class Generators:
     """Every random state that a model's code may draw from: Python's, numpy's, torch's, DeepSpeed's."""
 
-    python: Any
-    numpy: Any
+    python: PythonStates
     tensors: RandomState
     model_parallel: dict[str, Any] | None
 
     @classmethod
     def capture(cls, device: torch.device) -> Generators:
         """The present states."""
-        numpy = sys.modules.get("numpy")
-        return cls(
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(),
-            RandomState.capture(device),
-            model_parallel_random_states(),
-        )
+        return cls(PythonStates.capture(), RandomState.capture(device), model_parallel_random_states())
 
     def set(self) -> None:
         """Make these the present states."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        self.python.set()
         self.tensors.set()
         if self.model_parallel is not None:
             from deepspeed.runtime.activation_checkpointing import checkpointing

@@ -168,6 +168,11 @@ def test_a_micro_batch_that_ran_out_of_memory_runs_again_exactly(case, accumulat
     assert plans[0].origin.startswith("ladder")
 
 
+@pytest.mark.parametrize("rule", ["checkpoint_all", "megatrain"])
+def test_blocks_that_draw_from_pythons_and_numpys_generators_are_recomputed_exactly(rule):
+    assert_same(run(rule_block(rule)), reference(1))
+
+
 def test_the_failed_attempt_is_gone_when_the_second_one_begins():
     """Nothing may hold the first attempt's activations: the second one needs their place."""
     alive = []

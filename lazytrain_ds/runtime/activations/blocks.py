@@ -18,6 +18,7 @@ from lazytrain_ds.runtime.activations.frame import ParameterHandle, unpack
 from lazytrain_ds.runtime.activations.replay import (
     AutocastState,
     Buffers,
+    PythonStates,
     RandomState,
     model_parallel_random_states,
     replayed_model_parallel_states,
@@ -83,6 +84,7 @@ class BlockCall:
         self._random: RandomState | None = None
         self._autocast: AutocastState | None = None
         self._tracker: dict[str, Any] | None = None
+        self._python: PythonStates | None = None
         self._kept_outputs: KeptOutputs | None = None
 
     # -- the first run -----------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class BlockCall:
             None if isinstance(leaf, torch.Tensor) else copy_structure(leaf) if is_stateful(leaf) else leaf
             for leaf in leaves
         ]
-        self._tracker = model_parallel_random_states()
+        self._tracker, self._python = model_parallel_random_states(), PythonStates.capture()
         self._rerunnable = runtime.drops_next(self.block)
         if self._rerunnable:
             self._prepare_rerun(tensors)
@@ -335,6 +337,8 @@ class BlockCall:
             stack.enter_context(owned(runtime.takeover, inside_block=True))
             if parameters is not None:
                 stack.enter_context(parameters.hold(self.block))
+            if self._python is not None:
+                stack.enter_context(self._python.replayed())
             if self._buffers:
                 stack.enter_context(Buffers.replayed(self._buffers))
             if self._tracker is not None:

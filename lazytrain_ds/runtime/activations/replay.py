@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["AutocastState", "Buffers", "RandomState", "model_parallel_random_states", "replayed_model_parallel_states"]
+__all__ = [
+    "AutocastState",
+    "Buffers",
+    "PythonStates",
+    "RandomState",
+    "model_parallel_random_states",
+    "replayed_model_parallel_states",
+]
 
 TRACKER_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
@@ -44,6 +52,36 @@ class RandomState:
     def replayed(self) -> Iterator[None]:
         """Random numbers as they came after `capture`; afterwards the generators go on as if nothing had been."""
         present = RandomState.capture(self.device)
+        self.set()
+        try:
+            yield
+        finally:
+            present.set()
+
+
+@dataclass(frozen=True)
+class PythonStates:
+    """States of Python's and numpy's generators: `torch.utils.checkpoint` replays neither."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> PythonStates:
+        """The present states (numpy's only where somebody has imported it)."""
+        numpy = sys.modules.get("numpy")
+        return cls(random.getstate(), None if numpy is None else numpy.random.get_state())
+
+    def set(self) -> None:
+        """Make these the present states."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Numbers as they came after `capture`; afterwards the generators go on as if nothing had been."""
+        present = PythonStates.capture()
         self.set()
         try:
             yield
