@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from lazytrain_ds import cli
 from lazytrain_ds.commands import explain
 from lazytrain_ds.commands.completion import script
+from lazytrain_ds.commands.plan import planned_config, write_config
+from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.planning.plan import Plan
 from tests.report.reports import SMALL, plan_file, planned, run_directory
 
@@ -241,3 +244,27 @@ def test_bash_completes(words, expected, tmp_path):
     )
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == expected, done.stderr
+
+
+def test_a_planned_config_keeps_the_rest_and_says_how_it_was_made(tmp_path):
+    old = {
+        "_comment": "an older one", "train_batch_size": 8, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3}, "lazytrain": {"micro_batch": "auto", "report_dir": "r"},
+    }  # fmt: skip
+    typed = ["plan", "my config.json", "--model", "m"]
+    new = planned_config(old, SMALL, planned(), typed)
+    comment = new.pop("_comment")
+    assert shlex.split(comment[0]) == ["lazytrain", *typed]
+    assert (
+        f"predicted: {planned().prediction.step_seconds:.3g} s a step" in comment[1] and "peaks: device" in comment[1]
+    )
+    old.pop("_comment")
+    assert new == {
+        **old, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "lazytrain": {"report_dir": "r", "sequence_length": 2048},
+    }  # fmt: skip
+    target = tmp_path / "new.json"
+    write_config(str(target), new)
+    assert json.loads(target.read_text()) == new
+    with pytest.raises(ConfigError, match="--write-config: cannot write"):
+        write_config(str(tmp_path / "none" / "new.json"), new)
