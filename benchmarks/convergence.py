@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import platform
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -32,42 +33,11 @@ from lazytrain_ds.optim import kernels
 from lazytrain_ds.optim.hybrid_adamw8bit import HybridAdamW8bit
 from lazytrain_ds.optim.layout import StateLayout
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from math_accuracy import CONTEXT, DIGITS, GPT, VOCABULARY, random_additions, solved
+
 OPTIMIZERS = ("fp32", "8bit")
 HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, vocabulary: int, context: int, width: int, depth: int, heads: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                scale = 0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "down.weight")) else 0.02
-                nn.init.normal_(p, std=scale)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def make_optimizer(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -143,43 +113,14 @@ def text_run(kind: str, seed: int, steps: int) -> dict:
 
 # --- math ---
 
-DIGITS = 3
-_PLUS, _EQUALS = 10, 11
-
-
-def additions(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of "a + b = sum" with all numbers least digit first, and targets for the sum's digits only."""
-
-    def digits(x: torch.Tensor, count: int) -> torch.Tensor:
-        return torch.stack([x // 10**i % 10 for i in range(count)], 1)
-
-    n = len(a)
-    symbols = torch.tensor([[_PLUS, _EQUALS]]).expand(n, 2)
-    row = torch.cat(
-        [digits(a, DIGITS), symbols[:, :1], digits(b, DIGITS), symbols[:, 1:], digits(a + b, DIGITS + 1)], 1
-    )
-    targets = row[:, 1:].clone()
-    targets[:, : 2 * DIGITS + 1] = -100
-    return row[:, :-1], targets
-
 
 def math_run(kind: str, seed: int, steps: int) -> dict:
     torch.manual_seed(seed)
-    model = GPT(12, 3 * DIGITS + 3, 128, 2, 4)
+    model = GPT(VOCABULARY, CONTEXT, 128, 2, 4)
     generator = torch.Generator().manual_seed(1000 + seed)
 
-    def batch(_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return additions(*torch.randint(0, 10**DIGITS, (2, 128), generator=generator))
-
-    fit(kind, model, batch, steps, 2e-3, f"math {kind} seed {seed}")
-    problems = torch.randint(0, 10**DIGITS, (2, 20_000), generator=torch.Generator().manual_seed(99))
-    right = []
-    with torch.no_grad():
-        for a, b in zip(problems[0].split(2000), problems[1].split(2000), strict=True):
-            ids, targets = additions(a, b)
-            got = model(ids).argmax(-1)[:, -DIGITS - 1 :]
-            right.append((got == targets[:, -DIGITS - 1 :]).all(1))  # every digit, each after the true ones before it
-    correct = torch.cat(right)
+    fit(kind, model, lambda _: random_additions(128, generator), steps, 2e-3, f"math {kind} seed {seed}")
+    correct = solved(model)
     return {"accuracy": correct.double().mean().item(), "correct": "".join("01"[int(c)] for c in correct)}
 
 
