@@ -326,3 +326,11 @@ def test_doctor_names_an_offload_that_does_nothing(monkeypatch):
     assert finding.status == "note" and "offloads nothing under ZeRO-3" in finding.text
     monkeypatch.setattr(doctor, "_holds", lambda package, path, text: package == "deepspeed")
     assert doctor.activation_offload() == []
+
+
+def test_plan_names_a_block_that_a_run_would_not_see(files):
+    with pytest.raises(ConfigError, match='inside "zero_optimization"'):
+        question.ask(
+            {"zero_optimization": {"stage": 3, "lazytrain": {}}}, files[1], preset("h100-sxm", host_memory_bytes=10**9)
+        )
+    assert '"lazytrian" looks like it misspelt' in question._without_block({"lazytrian": {}})
