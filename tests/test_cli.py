@@ -334,3 +334,9 @@ def test_plan_names_a_block_that_a_run_would_not_see(files):
             {"zero_optimization": {"stage": 3, "lazytrain": {}}}, files[1], preset("h100-sxm", host_memory_bytes=10**9)
         )
     assert '"lazytrian" looks like it misspelt' in question._without_block({"lazytrian": {}})
+
+
+@pytest.mark.parametrize("length", [0, -5])
+def test_a_sequence_without_tokens_is_refused(files, length):
+    with pytest.raises(ConfigError, match="--seq-len"):
+        question.trace(DEEPSPEED, files[1], sequence_length=length)

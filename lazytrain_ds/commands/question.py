@@ -201,6 +201,8 @@ def trace(
     notes: list[str] = []
     block = find_block(config) or LazyTrainConfig()
     batch = batch_of(config, block, micro_batch, global_batch)
+    if sequence_length is not None and sequence_length < 1:
+        raise ConfigError(f"--seq-len: {sequence_length} is not a whole number of at least 1")
     model = load_model(model_source)
     if sequence_length is None and isinstance(block.sequence_length, int):
         sequence_length = block.sequence_length
