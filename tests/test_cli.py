@@ -340,3 +340,9 @@ def test_plan_names_a_block_that_a_run_would_not_see(files):
 def test_a_sequence_without_tokens_is_refused(files, length):
     with pytest.raises(ConfigError, match="--seq-len"):
         question.trace(DEEPSPEED, files[1], sequence_length=length)
+
+
+def test_a_missing_model_is_said_before_the_machine_is_measured(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lazytrain_ds.hardware.probe.probe", lambda **_: pytest.fail("the machine was measured"))
+    assert cli.main(["plan", files[0], "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
