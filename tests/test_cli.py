@@ -326,3 +326,23 @@ def test_doctor_names_an_offload_that_does_nothing(monkeypatch):
     assert finding.status == "note" and "offloads nothing under ZeRO-3" in finding.text
     monkeypatch.setattr(doctor, "_holds", lambda package, path, text: package == "deepspeed")
     assert doctor.activation_offload() == []
+
+
+def test_plan_names_a_block_that_a_run_would_not_see(files):
+    with pytest.raises(ConfigError, match='inside "zero_optimization"'):
+        question.ask(
+            {"zero_optimization": {"stage": 3, "lazytrain": {}}}, files[1], preset("h100-sxm", host_memory_bytes=10**9)
+        )
+    assert '"lazytrian" looks like it misspelt' in question._without_block({"lazytrian": {}})
+
+
+@pytest.mark.parametrize("length", [0, -5])
+def test_a_sequence_without_tokens_is_refused(files, length):
+    with pytest.raises(ConfigError, match="--seq-len"):
+        question.trace(DEEPSPEED, files[1], sequence_length=length)
+
+
+def test_a_missing_model_is_said_before_the_machine_is_measured(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("lazytrain_ds.hardware.probe.probe", lambda **_: pytest.fail("the machine was measured"))
+    assert cli.main(["plan", files[0], "--model", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err

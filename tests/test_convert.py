@@ -171,3 +171,10 @@ def test_the_command(tmp_path, capsys) -> None:
     assert found["config"] == json.loads(target.read_text())
     assert {line["what"] for line in found["lines"]} >= {"kept", "removed", "added"}
     assert cli.main(["convert", str(tmp_path / "none.json")]) == 2
+
+
+def test_a_misspelt_block_is_named_and_kept():
+    new, lines = convert({"train_batch_size": 8, "lazytrian": {"device_memory": "2GB"}})
+    assert new["lazytrian"] == {"device_memory": "2GB"}
+    (why,) = (line.why for line in lines if line.key == "lazytrian")
+    assert 'looks like "lazytrain" misspelt' in why

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from lazytrain_ds.commands.question import read_config_file
-from lazytrain_ds.config import AUTO, BLOCK, EXCLUDED, LIMITS, PREFIXED_LIMITS, ZERO, find_block, require_top_level
+from lazytrain_ds.config import (
+    AUTO,
+    BLOCK,
+    EXCLUDED,
+    LIMITS,
+    PREFIXED_LIMITS,
+    ZERO,
+    find_block,
+    misspelt_keys,
+    require_top_level,
+)
 from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.report.screen import screen, table, write_json
 
@@ -25,6 +35,7 @@ What = Literal["kept", "removed", "changed", "moved", "added"]
 _PLACES: Final = "the plan places each block itself"
 _OWN_BUFFERS: Final = "LazyTrain sizes its own buffers and tiers"
 _OTHERS: Final = "not about placement: stays yours"
+_MISSPELT: Final = f'looks like "{BLOCK}" misspelt; DeepSpeed ignores it: move what it says into "{BLOCK}"'
 _ANY_OPTIMIZER: Final = "LazyTrain steps any torch optimizer, sub-group by sub-group"
 _KEPT_WHY: Final = {
     "train_batch_size": "the batch stays yours",
@@ -60,6 +71,7 @@ def convert(old: Mapping[str, Any]) -> tuple[dict[str, Any], list[Line]]:
     lines: list[Line] = []
     block: dict[str, Any] = {}
     zero = old.get(ZERO)
+    misspelt = misspelt_keys(old)
     for key, value in old.items():
         if key == ZERO:
             new[ZERO], found = _zero(value, block)
@@ -80,7 +92,7 @@ def convert(old: Mapping[str, Any]) -> tuple[dict[str, Any], list[Line]]:
                 lines.append(Line(key, "kept", rest, rest, _OTHERS))
         else:
             new[key] = value
-            lines.append(Line(key, "kept", value, value, _why_kept(key, value)))
+            lines.append(Line(key, "kept", value, value, _MISSPELT if key in misspelt else _why_kept(key, value)))
     if zero is None:
         new[ZERO] = {"stage": 3}
         lines.append(Line(f"{ZERO}.stage", "added", None, 3, "plans are carried out inside ZeRO-3"))

@@ -30,6 +30,10 @@ def run(arguments: Namespace) -> int:
     """Print the plan; 0 it fits, 3 it does not. LazyTrainError for bad input (the caller prints it, status 2)."""
     config = read_config_file(arguments.config)
     block = find_block(config) or LazyTrainConfig()
+
+    from lazytrain_ds.workload.load import locate_model
+
+    locate_model(arguments.model)  # before the machine is measured, which may take a minute
     hardware, said = machine_of(arguments, block)
     question = ask(
         config,

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazytrain_ds.config import LazyTrainConfig, batch_hint, find_block, refuse_features, require_stage_3
+from lazytrain_ds.config import (
+    BLOCK,
+    LazyTrainConfig,
+    batch_hint,
+    find_block,
+    misspelt_keys,
+    refuse_features,
+    require_stage_3,
+    require_top_level,
+)
 from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.planning.instance import Allowed, Instance, divisors
 from lazytrain_ds.planning.schema import TIERS, Precision
@@ -183,6 +192,8 @@ def trace(
     notes: list[str] = []
     block = find_block(config) or LazyTrainConfig()
     batch = batch_of(config, block, micro_batch, global_batch)
+    if sequence_length is not None and sequence_length < 1:
+        raise ConfigError(f"--seq-len: {sequence_length} is not a whole number of at least 1")
     model = load_model(model_source)
     if sequence_length is None and isinstance(block.sequence_length, int):
         sequence_length = block.sequence_length
@@ -207,6 +218,13 @@ class Question:
     notes: tuple[str, ...]
 
 
+def _without_block(config: Mapping[str, Any]) -> str:
+    """The note on a config without a block. ConfigError where the block is in a place in which it means nothing."""
+    require_top_level(config)
+    note = f'the config has no "{BLOCK}" block: planned as if it had "{BLOCK}": {{}}'
+    return note + "".join(f'; its key "{key}" looks like it misspelt' for key in misspelt_keys(config))
+
+
 def ask(
     config: Mapping[str, Any],
     model_source: str,
@@ -225,7 +243,7 @@ def ask(
     block = find_block(config)
     if block is None:
         block = LazyTrainConfig()
-        notes.append('the config has no "lazytrain" block: planned as if it had "lazytrain": {}')
+        notes.append(_without_block(config))
     else:
         require_stage_3(config)
         refuse_features(config)

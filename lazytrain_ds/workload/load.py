@@ -21,15 +21,21 @@ def load_model(source: str, *, dtype: torch.dtype | None = None) -> nn.Module:
     required arguments that returns an `nn.Module`; it is called under `torch.device("meta")`, and the current
     directory is importable. Nothing is downloaded. Raises ConfigError that names the source and what it should be.
     """
+    path = locate_model(source)
+    return _from_function(source, dtype) if path is None else _from_config(path, dtype)
+
+
+def locate_model(source: str) -> Path | None:
+    """The file that `load_model` would read, None for `module:function`. Raises its ConfigError where there is none."""
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise ConfigError(f"model: {path.parent} has no config.json; name a Hugging Face model directory")
     if path.is_file():
-        return _from_config(path, dtype)
+        return path
     if ":" in source:
-        return _from_function(source, dtype)
+        return None
     raise ConfigError(
         f"model: there is no file or directory {source!r}; give a Hugging Face config.json, a model directory, or "
         "module:function that returns an nn.Module (nothing is downloaded)"
