@@ -79,9 +79,10 @@ def disk(tmp_path_factory):
 
 CASES = [
     ("gpt", "fp32", 1, "adamw", 0),
-    ("gpt", "bf16", 4, "adamw", 10),
-    ("llama-tied", "bf16", 1, "8bit", 20),
-    ("gpt", "fp32", 4, "8bit", 30),
+    ("llama-tied", "bf16", 4, "8bit", 20),
+    pytest.param("gpt", "bf16", 4, "adamw", 10, marks=pytest.mark.slow),
+    pytest.param("llama-tied", "bf16", 1, "8bit", 20, marks=pytest.mark.slow),
+    pytest.param("gpt", "fp32", 4, "8bit", 30, marks=pytest.mark.slow),
 ]
 
 
