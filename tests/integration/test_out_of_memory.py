@@ -153,7 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_micro_batch_that_ran_out_of_memory_runs_again_exactly(case, accumulation, capsys):
     expected = reference(accumulation)
