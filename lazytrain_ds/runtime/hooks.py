@@ -77,6 +77,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
         _refuse_pipeline(bound.get("model"))
+        _refuse_packed_weights(bound.get("model"))
         _single_process_environment()
         _check_batch(prepared, bound)
         _say_once(prepared.replacements, then_forget=True)
@@ -102,6 +103,8 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         if prepared is None:
             return original(self, *args, **kwargs)
         _single_process_environment()
+        # Its first import checks signatures of functions that zero.Init replaces, so it fails inside; models import it.
+        importlib.import_module("torch._dynamo")
         _say_once(prepared.replacements, then_forget=False)
         call = signature.bind(self, *args, **kwargs)
         call.arguments["config" if call.arguments.get("config") is not None else "config_dict_or_path"] = (
@@ -250,6 +253,17 @@ def _refuse_pipeline(model: object) -> None:
             "a PipelineModule runs in DeepSpeed's pipeline engine, which LazyTrain does not drive; "
             'pass a plain nn.Module, or set "lazytrain": null'
         )
+
+
+def _refuse_packed_weights(model: object) -> None:
+    """Weights that are not numbers (4-bit ones packed into bytes) train wrongly under ZeRO-3, which moves numbers."""
+    for name, parameter in model.named_parameters() if hasattr(model, "named_parameters") else ():
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise UnsupportedError(
+                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}: packed weights (QLoRA, 4-bit "
+                "and 8-bit loading) cannot be partitioned and offloaded. Load the model in bf16 (LoRA over frozen bf16 "
+                'weights works, from NVMe too), or set "lazytrain": null'
+            )
 
 
 # Variables by which a launcher, MPI, Slurm, AzureML or SageMaker tells a process its place in a group.

@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setitem(__import__("sys").modules, "lazytrain_ds.runtime.engine", engine)
     # torch.distributed counts as started, so that no test touches the environment unless it means to.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
     return recorder
 
 

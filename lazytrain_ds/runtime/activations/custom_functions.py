@@ -93,9 +93,11 @@ def _saved(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _not_in_a_slot(tensor: Any) -> Any:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or _thread.view_of(tensor) is None:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return tensor
-    return tensor.detach().clone()
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of a graph that torch.func walks inside the forward
+        return tensor
+    return tensor if _thread.view_of(tensor) is None else tensor.detach().clone()
 
 
 class _Installation:
