@@ -154,6 +154,8 @@ class LazyTrainEngine(DeepSpeedEngine):
             on_stall=self._lt_book.monitor.stall,
         )
         self._lt_activations.install()
+        if setup.coordinator is not None:
+            setup.coordinator.on_backward = self._lt_activations.reached
         self._lt_use_plan()
 
     def _lt_use_plan(self) -> None:
@@ -229,6 +231,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             self._lt_console.untrained([self.param_names[parameter] for parameter in untrained])
         super().step(lr_kwargs)
         if self._lt_book is not None:
+            self._lt_book.device.report_times()
             self._lt_book.monitor.micro_step += 1
         if at_boundary and self._lt_book is not None:
             self._lt_book.monitor.step_ended(self.global_steps)
