@@ -31,7 +31,7 @@ from lazytrain_ds.planning.program import BACKWARD, FORWARD, RERUN, Program
 from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.planning.timeline import TaskKind
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
-from lazytrain_ds.runtime.device.timing import ComputeClock, HostClock, Past, RateLimit, happened_at, sleep_until
+from lazytrain_ds.runtime.device.timing import ComputeClock, HostClock, Past, RateLimit, happened_at, late, sleep_until
 
 __all__ = ["EmulatedDevice", "Emulation"]
 
@@ -116,6 +116,7 @@ class EmulatedDevice(Device):
         self._fixed_bytes = 0
         self._visits: dict[tuple[int, int], tuple[float, int]] = {}
         self._update_seconds: list[float] = []
+        self._states_on_nvme: list[bool] = []
         self._addition_seconds = 0.0
 
     def _copied(
@@ -173,6 +174,7 @@ class EmulatedDevice(Device):
             seconds = program.compute_seconds[position] + program.recompute_seconds[position]
             self._visits[kind, block] = (seconds, extra)
         self._update_seconds = [costs.group(index, block.optimizer)[0] for index, block in enumerate(plan.blocks)]
+        self._states_on_nvme = [block.optimizer.tier == "nvme" for block in plan.blocks]
         self._addition_seconds = instance.host_accumulate_seconds_per_parameter
 
     def _count_fixed(self, byte_count: int) -> None:
@@ -200,6 +202,9 @@ class EmulatedDevice(Device):
     def update_ends(self, block: int, share: float, started: float) -> float:
         if self._host is None or not self._update_seconds:
             return time.perf_counter()
+        if not self._states_on_nvme[block]:
+            # Queued since `updates_begin`: a worker that this machine wakes up late has not begun late.
+            return self._host.ends(self._host.free_at, max(share * self._update_seconds[block], late(started)))
         return self._host.ends(started, share * self._update_seconds[block])
 
     def updates_end(self, began: float) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from lazytrain_ds.runtime.device.base import Event
 
-__all__ = ["SLACK_SECONDS", "ComputeClock", "HostClock", "Past", "RateLimit", "happened_at", "sleep_until"]
+__all__ = ["SLACK_SECONDS", "ComputeClock", "HostClock", "Past", "RateLimit", "happened_at", "late", "sleep_until"]
 
 SPIN_SECONDS = 3e-4  # the last bit of a wait is spun: sleep alone is late by up to 0.15 ms
 SLACK_SECONDS = 8e-3
@@ -33,6 +33,12 @@ def sleep_until(moment: float) -> None:
         if left <= 0:
             return
         time.sleep(left - SPIN_SECONDS if left > SPIN_SECONDS else 0)
+
+
+def late(started: float) -> float:
+    """Seconds since `started` if they are more than what a loaded machine adds, else 0: the work itself is slower."""
+    taken = time.perf_counter() - started
+    return taken if taken > GRACE_SECONDS else 0.0
 
 
 def happened_at(event: Event) -> float:
