@@ -21,7 +21,11 @@ from lazytrain_ds.planning.timeline import TaskKind
 OnCopy = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 """`on_copy(kind, block, channel, start, end, bytes)`, from any thread; times are time.perf_counter()."""
 
-__all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger"]
+__all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger", "OutOfDeviceMemoryError"]
+
+
+class OutOfDeviceMemoryError(DeviceMemoryError, torch.OutOfMemoryError):
+    """Ours, and torch's too: a script that catches CUDA's out-of-memory error catches it as well."""
 
 
 class Event(ABC):
@@ -83,7 +87,7 @@ class Ledger:
             if self.cap_bytes is not None and self._live_bytes + byte_count > self.cap_bytes:
                 free = self.cap_bytes - self._live_bytes
                 held = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(self._by_purpose.items()) if n)
-                raise DeviceMemoryError(
+                raise OutOfDeviceMemoryError(
                     f"device memory cap reached: {purpose} needs {format_bytes(byte_count)}, "
                     f"{format_bytes(free)} of {format_bytes(self.cap_bytes)} are free (held: {held or 'nothing'}). "
                     "Raise lazytrain.device_memory, use a smaller micro-batch, or let the planner choose again."
