@@ -232,6 +232,17 @@ ENDINGS = {
     "end": ("", 0),
     "ctrl-c": ("store.write('x0', torch.zeros(300_000)); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", -2),
     "sigterm": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -15),
+    # The launcher's SIGTERM finds the run removing its files after a Ctrl-C.
+    "sigterm while closing": (
+        "remove = os.unlink\n"
+        "def unlink(path):\n"
+        "    os.unlink = remove\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    remove(path)\n"
+        "os.unlink = unlink\n"
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        -15,
+    ),
 }
 MORE_ENDINGS = {  # each takes a child of its own, seconds of imports
     "close": ("store.close()", 0),
