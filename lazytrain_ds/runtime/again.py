@@ -25,6 +25,7 @@ from lazytrain_ds.runtime.activations.replay import (
     model_parallel_random_states,
 )
 from lazytrain_ds.runtime.activations.structure import copy_structure, is_stateful, tensors_in
+from lazytrain_ds.runtime.device.base import OutOfDeviceMemoryError
 
 __all__ = ["OUT_OF_MEMORY", "Generators", "MicroBatch", "forget_attempt", "without_frames"]
 
@@ -116,7 +117,7 @@ class MicroBatch:
         """The loss in a second forward's `output`; DeviceMemoryError where it is not, bit for bit, the first one's."""
         loss = tensors_in(output)[position or 0]
         if not torch.equal(loss.detach(), expected):
-            raise DeviceMemoryError(
+            raise OutOfDeviceMemoryError(
                 "out of device memory in a backward, and the micro-batch cannot be run again: its loss is "
                 f"{loss.item()} the second time, not {expected.item()}. Something in the model's forward depends on "
                 "more than its arguments, parameters, buffers and random numbers. Use a smaller micro-batch, or a plan "

@@ -18,6 +18,7 @@ from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.schema import digest
 from lazytrain_ds.planning.simulator import Simulator, predict
 from lazytrain_ds.planning.solve import activation_ladder
+from lazytrain_ds.runtime.device.base import OutOfDeviceMemoryError
 
 __all__ = ["Ladder", "changes", "safer_plans"]
 
@@ -90,7 +91,7 @@ class Ladder:
         book = self.book
         need = Simulator(book.instance).run(book.plan).peaks["device"]
         tier = book.instance.tier("device")
-        return DeviceMemoryError(
+        return OutOfDeviceMemoryError(
             f"out of device memory, and no safer plan is left: this one needs {format_bytes(need)} by its prediction, "
             f"and more in this run; {format_bytes(tier.capacity_bytes)} are there. Use a smaller micro-batch or a "
             "shorter sequence, raise lazytrain.device_memory if the device has more, or free what else is on it. The "
@@ -117,7 +118,7 @@ class Ladder:
         )
         need = plan.prediction.peak_bytes("device") if plan.prediction else 0
         have = self.book.instance.tier("device").capacity_bytes
-        return DeviceMemoryError(
+        return OutOfDeviceMemoryError(
             f"out of device memory in a {where}, and the micro-batch cannot be run again, because {obstacle}; {advice} "
             f"(it needs {format_bytes(need)} of {format_bytes(have)}). The device said: {cause}"
         )

@@ -25,7 +25,9 @@ SUBCLASSES = [
 @pytest.mark.parametrize(("ours", "upstream"), SUBCLASSES)
 def test_table_is_complete_and_true(ours: type, upstream: type) -> None:
     own = {name for base in ours.__mro__ if base.__module__.startswith("lazytrain_ds") for name in vars(base)}
-    special = {name for name in own if name.startswith("__") or name == "_abc_impl"} - {"__init__"}
+    # `zero.Init` leaves `_old_init` on every Module class it has seen, for the rest of the process.
+    left_behind = {"_abc_impl", "_old_init"}
+    special = {name for name in own if name.startswith("__") or name in left_behind} - {"__init__"}
     overridden = {name for name in own - special if hasattr(upstream, name)}
     prefix = f"{upstream.__module__}.{upstream.__qualname__}."
     listed = {

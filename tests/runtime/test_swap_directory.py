@@ -39,6 +39,8 @@ def child(directory: Path, code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + code, str(directory)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        # Ctrl-C works in it: a shell's background jobs ignore it, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
 
@@ -230,6 +232,17 @@ ENDINGS = {
     "end": ("", 0),
     "ctrl-c": ("store.write('x0', torch.zeros(300_000)); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", -2),
     "sigterm": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -15),
+    # The launcher's SIGTERM finds the run removing its files after a Ctrl-C.
+    "sigterm while closing": (
+        "remove = os.unlink\n"
+        "def unlink(path):\n"
+        "    os.unlink = remove\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    remove(path)\n"
+        "os.unlink = unlink\n"
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        -15,
+    ),
 }
 MORE_ENDINGS = {  # each takes a child of its own, seconds of imports
     "close": ("store.close()", 0),

@@ -40,7 +40,7 @@ __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger", "OutOfDeviceMe
 
 
 class OutOfDeviceMemoryError(DeviceMemoryError, torch.OutOfMemoryError):
-    """The cap was reached: what scripts that catch CUDA's out-of-memory error catch as well."""
+    """Ours, and torch's too: a script that catches CUDA's out-of-memory error catches it as well."""
 
 
 class Event(ABC):

@@ -87,6 +87,9 @@ def _sweep(root: Path, token: str, created: list[str]) -> tuple[int, int]:
     try:
         if set(os.listdir(root)) - {_MANIFEST, _LOCK}:
             return files, freed
+        manifest = _read_manifest(root)
+        if manifest is not None and manifest["token"] != token:
+            return files, freed  # swept before, and another run has moved in since
         for name in (_MANIFEST, _LOCK):  # the lock file last
             os.unlink(root / name)
         for directory in (str(root), *created):
@@ -147,6 +150,7 @@ class SwapDirectory:
         self._count = 0
         self._names = threading.Lock()
         self._closed = False
+        self._swept = False
         _guard.add(self)
 
     @classmethod
@@ -221,11 +225,14 @@ class SwapDirectory:
             return
         self._closed = True
         _sweep(self.root, self._token, self._created)
+        self._swept = True
         os.close(self._lock_descriptor)
         _guard.discard(self)
 
     def _remove_in_signal_handler(self) -> None:
-        if os.getpid() == self._pid and not self._closed:
+        # Also while `close` is sweeping: launchers follow Ctrl-C with a SIGTERM, and this process ends before the
+        # interrupted sweep could go on.
+        if os.getpid() == self._pid and not self._swept:
             _sweep(self.root, self._token, self._created)
 
     def _forget_in_child(self) -> None:
