@@ -147,6 +147,7 @@ def config(setting: Setting, contestant: str, compute: str, directory: str) -> d
         "device": {"emulate": setting.section(compute)},
         "sequence_length": LENGTH,
         "planner": {"kind": contestant},
+        "replan": False,  # what a run measured would enter its plan, and the caches of later ones
         "nvme_path": directory if setting.disk is not None else "auto",
         **setting.block,
     }
@@ -415,7 +416,8 @@ def run_child(name: str, contestant: str, instance: str, arguments: argparse.Nam
     """Each contestant is a process of its own: no allocator, thread or cache is shared."""
     command = [sys.executable, __file__, "--settings", name, "--child", contestant, instance]
     command += ["--steps", str(arguments.steps), "--compute", arguments.compute]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(Path(instance).parent)}  # one probe of the machine for all
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     for line in done.stdout.splitlines():
         if line.startswith("ROW "):
             row: dict[str, Any] = json.loads(line[4:])

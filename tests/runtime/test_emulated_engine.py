@@ -55,7 +55,7 @@ def measured(
 ) -> tuple[Any, Any, list[Any]]:
     """(instance, plan, timelines of the last steps) of a run."""
     torch.manual_seed(0)
-    with engine_of(make(), config({**block, **keys}, accumulation=accumulation)) as engine:
+    with engine_of(make(), config({"replan": False, **block, **keys}, accumulation=accumulation)) as engine:
         for call in tokens(steps * accumulation):
             engine.backward(loss_of(engine(**call)))
             engine.step()
