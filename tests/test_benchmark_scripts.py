@@ -18,7 +18,7 @@ from lazytrain_ds.hardware.emulation import Emulation
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.workload.blocks import find_blocks
 
-SETTING = replace(executor.SETTINGS[0], name="test", transfer=1.5, forward_seconds=0.006)
+SETTING = replace(executor.SETTINGS[0], name="test", transfer=1.5, forward_seconds=0.020)
 
 
 @pytest.fixture(scope="module")

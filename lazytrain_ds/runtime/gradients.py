@@ -86,7 +86,6 @@ class GradientStore:
                 buffer.add_(flat.to(buffer.dtype))
             return
         block = self.block_of[ds_id]
-        self._collect(block)
         self.make_room(block)
         flat = flat.to(buffer.dtype)
         byte_count = flat.numel() * flat.element_size()

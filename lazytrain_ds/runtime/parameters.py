@@ -165,10 +165,11 @@ class StagingPool:
     def trim(self) -> None:
         """Give what nobody uses back to the system."""
         with self._lock:
-            self.allocated_bytes -= sum(
-                each.numel() * each.element_size() for free in self._free.values() for each in free
-            )
-            self._free.clear()
+            for key, free in self._free.items():
+                in_use = [(buffer, after) for buffer, after in free if after is not None and not after.done()]
+                numel, dtype = key
+                self.allocated_bytes -= (len(free) - len(in_use)) * numel * dtype.itemsize
+                self._free[key] = in_use
 
 
 class ParameterStore:

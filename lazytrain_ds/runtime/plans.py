@@ -462,7 +462,8 @@ class PlanBook:
         for index, block in enumerate(placement.blocks):
             keep = instance.costs(index, placement.micro_batch).menu[0]
             saved_tier = saved if keep.offloadable_bytes else "device"
-            blocks.append(replace(block, choice=keep.name, boundary=boundary, saved_tier=saved_tier))
+            home = boundary if keep.needs_input else "device"
+            blocks.append(replace(block, choice=keep.name, boundary=home, saved_tier=saved_tier))
         return replace(placement, blocks=tuple(blocks))
 
     def actions(self) -> list[ActivationAction]:

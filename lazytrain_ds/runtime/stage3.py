@@ -423,7 +423,7 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
                 with self._lt_states.at_hand(update.sub_group) as states:
                     started = time.perf_counter()
                     self._lt_updater.apply(update, states, place(sub_group))
-                    ended = self.lazytrain.device.update_ends(block, sub_group.numel / total, started)
+                    started, ended = self.lazytrain.device.update_ends(block, sub_group.numel / total, started)
                     self.lazytrain.monitor.task("optimizer", block, "host", started, ended)
         if self._lt_one_rank:
             self._lt_store.home_changed(block)

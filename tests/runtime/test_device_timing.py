@@ -44,14 +44,14 @@ def clock_time(monkeypatch) -> Time:
 def test_visits_follow_each_other_on_the_clock_and_not_when_python_comes_round(clock_time):
     clock = ComputeClock()
     clock.now()
-    clock.visit_begins(0.01)
+    clock.visit_begins(0.03)
     clock_time.compute(0.004)
     first = clock.visit_ends()
     assert clock_time.moment == pytest.approx(first[1], abs=1e-4)
     clock_time.compute(SLACK_SECONDS - 1e-3)
-    clock.visit_begins(0.01)
+    clock.visit_begins(0.03)
     second = clock.visit_ends()
-    assert second == (first[1], pytest.approx(first[0] + 0.02))
+    assert second == (first[1], pytest.approx(first[0] + 0.06))
     assert clock_time.moment == pytest.approx(second[1], abs=1e-4)
 
 
@@ -129,11 +129,21 @@ def test_host_work_in_a_row_takes_its_sum_and_idle_time_is_not_given_back():
 def test_a_disk_moves_bytes_at_its_rate_however_many_workers_ask():
     limit = RateLimit({"read": 1e6, "write": None})
     started = time.perf_counter()
-    limit("write", 10**9, started)
+    assert limit("write", 10**9, started) is None
     assert time.perf_counter() - started < 0.5
-    limit("read", 2000, started)
-    limit("read", 3000, started)  # another worker's request of the same moment
+    assert limit("read", 2000, started) == (started, pytest.approx(started + 0.002))
+    other = limit("read", 3000, started)  # another worker's request of the same moment
+    assert other == (pytest.approx(started + 0.002), pytest.approx(started + 0.005))
     assert time.perf_counter() - started >= 0.005
+
+
+def test_a_disk_starts_on_the_clock_of_who_asks_and_is_slower_than_its_rate_where_it_really_is():
+    limit = RateLimit({"read": 1e6}, behind=lambda: 0.01)
+    started = time.perf_counter()
+    assert limit("read", 1000, started) == (started - 0.01, pytest.approx(started - 0.009))
+    long_ago = time.perf_counter() - 1.0
+    begun, end = RateLimit({"read": 1e6})("read", 1000, long_ago)
+    assert begun == long_ago and end - long_ago >= 1.0
 
 
 def test_a_gradient_leaves_when_its_visit_ends_and_a_blocks_input_when_it_begins():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,12 +22,12 @@ from lazytrain_ds.runtime import plans
 from tests.integration.training import config, engine_of, gpt, loss_of, rule_block, run, tokens
 
 BLOCKS = 6
-FORWARD_SECONDS = 0.008
+FORWARD_SECONDS = 0.012  # this takes about 8 ms of a slow core's time with one row of tokens
 STEPS = 6
 
 
 def emulate(transfer_seconds: float = 0.01, memory: str = "200MB", **changes: Any) -> dict[str, Any]:
-    """A device on which a block's parameters take `transfer_seconds` each way and its forward 8 ms."""
+    """A device on which a block's parameters take `transfer_seconds` each way and its forward 12 ms."""
     block_bytes = 4 * sum(parameter.numel() for parameter in gpt().blocks[0].parameters())
     rate = block_bytes / transfer_seconds
     section = {"memory": memory, "h2d": rate, "d2h": rate, "compute": FORWARD_SECONDS, "host": 400e6, **changes}
@@ -52,15 +53,26 @@ def make() -> Any:
 
 def measured(
     block: dict[str, Any], steps: int = STEPS, accumulation: int = 1, **keys: Any
-) -> tuple[Any, Any, list[Any]]:
-    """(instance, plan, timelines of the last steps) of a run."""
+) -> tuple[Any, Any, list[Any], int]:
+    """(instance, plan, timelines of the last steps, the ledger's peak) of a run.
+
+    Their step is that of the device's clock: what a busy machine adds to it is left out.
+    """
     torch.manual_seed(0)
-    with engine_of(make(), config({"replan": False, **block, **keys}, accumulation=accumulation)) as engine:
+    block = {"replan": False, **block, **keys}
+    ends = []
+    with engine_of(make(), config(block, accumulation=accumulation, train_micro_batch_size_per_gpu=1)) as engine:
         for call in tokens(steps * accumulation):
+            call = {name: value[:1] for name, value in call.items()}
             engine.backward(loss_of(engine(**call)))
             engine.step()
+            ends.append(engine._lt_book.device.played_seconds())
         book = engine._lt_book
-        return book.instance, book.plan, list(book.monitor.timelines)[2:]
+        ends = ends[accumulation - 1 :: accumulation]
+        seconds = [after - before for before, after in pairwise(ends)]
+        timelines = list(book.monitor.timelines)[1:]
+        played = [replace(timeline, step_seconds=s) for timeline, s in zip(timelines, seconds, strict=True)]
+        return book.instance, book.plan, played[1:], book.device.ledger.peak_bytes
 
 
 def assert_stalls_agree(instance: Any, plan: Any, timelines: list[Any]) -> None:
@@ -85,7 +97,7 @@ QUICK = [(5, 2), (10, 0), (10, 1), (20, 1)]
 def test_stalls_per_channel_are_the_simulators(milliseconds, lead, monkeypatch):
     arranged(monkeypatch, lambda block: replace(block, parameter_lead=lead))
     block = {"device": emulate(milliseconds / 1000), **rule_block("checkpoint_all")}
-    instance, plan, timelines = measured(block, parameters="host")
+    instance, plan, timelines, _ = measured(block, parameters="host")
     assert {decision.parameter_lead for decision in plan.blocks} == {lead}
     assert_stalls_agree(instance, plan, timelines)
     if milliseconds > 1000 * FORWARD_SECONDS:
@@ -105,22 +117,29 @@ def test_stalls_per_channel_are_the_simulators(milliseconds, lead, monkeypatch):
     ],
 )
 def test_each_rule_stalls_and_peaks_as_simulated(name, accumulation):
-    instance, plan, timelines = measured(
+    instance, plan, timelines, peak = measured(
         {"device": emulate(memory="20MB"), **rule_block(name)}, accumulation=accumulation, parameters="host"
     )
     assert_stalls_agree(instance, plan, timelines)
-    peak = max(timeline.peak_bytes("device") for timeline in timelines)
+    assert max(timeline.peak_bytes("device") for timeline in timelines) <= peak
     assert peak == pytest.approx(simulate(instance, plan).peak_bytes("device"), rel=0.04)
 
 
 def test_a_throttled_disk_stalls_as_simulated(tmp_path, monkeypatch):
+    """In all: how a wait divides into update, write and read depends on when this machine wakes the store's workers."""
     arranged(monkeypatch, lambda block: replace(block, parameter_lead=1))
-    disk = {"nvme_read": 25_000_000, "nvme_write": 25_000_000}
-    block = {"device": emulate(0.004, **disk), **rule_block("checkpoint_all")}
-    instance, plan, timelines = measured(block, parameters="nvme", nvme_path=str(tmp_path))
-    assert instance.channel("nvme_read").bytes_per_second == 25e6
-    assert simulate(instance, plan).stall_seconds("nvme_read") > 0.01
-    assert_stalls_agree(instance, plan, timelines)
+    disk = {"nvme_read": 10_000_000, "nvme_write": 10_000_000}
+    block = {"device": emulate(0.004, compute=0.03, **disk), **rule_block("checkpoint_all")}
+    keys = {"parameters": "nvme", "optimizer_states": "host", "nvme_path": str(tmp_path)}
+    instance, plan, timelines, _ = measured(block, **keys)
+    assert instance.channel("nvme_read").bytes_per_second == 10e6
+    predicted = simulate(instance, plan)
+    assert predicted.stall_seconds("nvme_read") > 0.04
+    expected = sum(predicted.stall_seconds(channel) for channel in CHANNELS)
+    seen = [sum(timeline.stall_seconds(channel) for channel in CHANNELS) for timeline in timelines]
+    assert min(seen) == pytest.approx(expected, rel=0.1)  # others use the real disk: it can only add
+    assert statistics.median(timeline.stall_seconds("nvme_read") for timeline in timelines) > 0.02
+    assert min(timeline.step_seconds for timeline in timelines) == pytest.approx(predicted.step_seconds, rel=0.1)
 
 
 def test_timed_compute_changes_no_value():
@@ -131,8 +150,9 @@ def test_timed_compute_changes_no_value():
 
 
 def test_over_the_cap_is_cudas_out_of_memory():
-    block = {"device": emulate(memory="4MB"), "device_memory": "200MB", **rule_block("keep_all")}
-    with pytest.raises(torch.OutOfMemoryError, match=r"device memory cap reached.*4 MB") as caught:
+    """With a plan made for more memory than there is, and none left that needs as little as there is."""
+    block = {"device": emulate(memory="300kB"), "device_memory": "200MB", **rule_block("keep_all")}
+    with pytest.raises(torch.OutOfMemoryError, match=r"300 kB") as caught:
         measured(block, steps=1)
     assert isinstance(caught.value, DeviceMemoryError)
 
@@ -154,7 +174,7 @@ def overlap_seconds(timelines: list[Any]) -> float:
 
 def test_the_hidden_step_shows_in_the_measured_timeline_and_in_the_stalls():
     def of(name: str) -> tuple[float, float, float]:
-        instance, plan, timelines = measured({"device": emulate(0.002, host=50e6), **rule_block(name)})
+        instance, plan, timelines, _ = measured({"device": emulate(0.002, host=50e6), **rule_block(name)})
         assert_stalls_agree(instance, plan, timelines)
         busy = statistics.median(timeline.busy_seconds("host") for timeline in timelines)
         return busy, overlap_seconds(timelines), statistics.median(t.stall_seconds("host") for t in timelines)

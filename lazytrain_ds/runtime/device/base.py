@@ -27,8 +27,9 @@ from lazytrain_ds.planning.timeline import TaskKind
 OnCopy = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 """`on_copy(kind, block, channel, start, end, bytes)`, from any thread; times are time.perf_counter()."""
 
-Throttle = Callable[[str, int, float], None]
-"""`throttle(kind, bytes, started)`: called after each request to an NVMe store; sleeping makes the disk look slower."""
+Throttle = Callable[[str, int, float], tuple[float, float] | None]
+"""`throttle(kind, bytes, started)`: called after each request to an NVMe store; sleeping makes the disk look slower. It
+returns when the request began and ended (None: as it did)."""
 
 OnWait = Callable[[float, float], None]
 """`on_wait(end, seconds)`: compute stood still for `seconds` until `end` (perf_counter)."""
@@ -262,9 +263,9 @@ class Device(ABC):
     def updates_begin(self) -> None:  # noqa: B027
         """All gradients are in and the norm is known: updates are possible from now on."""
 
-    def update_ends(self, block: int, share: float, started: float) -> float:
-        """`share` of a block's optimizer update, begun at `started`, has been computed. Returns when it ended."""
-        return time.perf_counter()
+    def update_ends(self, block: int, share: float, started: float) -> tuple[float, float]:
+        """`share` of a block's optimizer update, begun at `started`, has been computed. Returns its start and end."""
+        return started, time.perf_counter()
 
     def updates_end(self, began: float) -> float:
         """Compute has waited, since `began`, for all updates of a serial step. Returns for how many seconds."""

@@ -112,18 +112,29 @@ class EmulatedDevice(Device):
         self._clock = ComputeClock() if emulation.timed else None
         self._host = HostClock() if emulation.host is not None else None
         rates = {"read": emulation.nvme_read, "write": emulation.nvme_write}
-        self.throttle = RateLimit(rates) if any(rates.values()) else None
+        behind = self._clock.behind if self._clock is not None else lambda: 0.0
+        self.throttle = RateLimit(rates, behind) if any(rates.values()) else None
         self._fixed_bytes = 0
         self._visits: dict[tuple[int, int], tuple[float, int]] = {}
         self._update_seconds: list[float] = []
         self._states_on_nvme: list[bool] = []
         self._addition_seconds = 0.0
+        self._gradients_in = 0.0
 
     def _copied(
         self, task: tuple[TaskKind, int], channel: ChannelName, start: float, end: float, byte_count: int
     ) -> None:
         if self.on_copy is not None:
             self.on_copy(*task, channel, start, end, byte_count)
+
+    @property
+    def added_seconds(self) -> tuple[float, float]:
+        """What this machine added to timed compute so far: see `ComputeClock`."""
+        return (0.0, 0.0) if self._clock is None else (self._clock.overrun_seconds, self._clock.late_seconds)
+
+    def played_seconds(self) -> float:
+        """Where timed compute stands without that (with real compute: `time.perf_counter()`)."""
+        return time.perf_counter() if self._clock is None else self._clock.played_seconds()
 
     def available_bytes(self) -> int:
         return self.emulation.memory_bytes - self.ledger.live_bytes
@@ -197,20 +208,23 @@ class EmulatedDevice(Device):
 
     def updates_begin(self) -> None:
         if self._host is not None and self._clock is not None:
-            self._host.possible(self._clock.now())
+            self._gradients_in = self._clock.now()
+            self._host.possible(self._gradients_in)
 
-    def update_ends(self, block: int, share: float, started: float) -> float:
+    def update_ends(self, block: int, share: float, started: float) -> tuple[float, float]:
         if self._host is None or not self._update_seconds:
-            return time.perf_counter()
+            return super().update_ends(block, share, started)
+        seconds = share * self._update_seconds[block]
         if not self._states_on_nvme[block]:
             # Queued since `updates_begin`: a worker that this machine wakes up late has not begun late.
-            return self._host.ends(self._host.free_at, max(share * self._update_seconds[block], late(started)))
-        return self._host.ends(started, share * self._update_seconds[block])
+            seconds, started = max(seconds, late(started)), self._host.free_at
+        end = self._host.ends(started, seconds)
+        return end - seconds, end
 
     def updates_end(self, began: float) -> float:
         if self._host is None or self._clock is None:
             return super().updates_end(began)
-        return self._clock.wait_for(Past(self._host.free_at))
+        return self._clock.wait_for(Past(self._host.free_at), since=self._gradients_in)
 
     def addition_ends(self, numel: int, started: float) -> None:
         if self._host is not None:

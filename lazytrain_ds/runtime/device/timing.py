@@ -8,22 +8,26 @@ runtime really produces, and only how long things take is given.
 
 A thread that comes late to the next visit by less than `SLACK_SECONDS` does not delay the device, as a real one lives
 on launches queued ahead; whoever comes later counts in full. Inside a visit a loaded machine may take longer than the
-visit should: that is made up for, up to `GRACE_SECONDS`, as long as the thread did not compute for longer itself.
+visit should: that is made up for, up to `GRACE_SECONDS`, as long as the thread did not compute for longer itself (by
+more than `OVERRUN_SECONDS`). So the emulated clock may be behind the real one for a while; everything that is timed
+follows it, the requests of a disk included.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lazytrain_ds.runtime.device.base import Event
 
 __all__ = ["SLACK_SECONDS", "ComputeClock", "HostClock", "Past", "RateLimit", "happened_at", "late", "sleep_until"]
 
 SPIN_SECONDS = 3e-4  # the last bit of a wait is spun: sleep alone is late by up to 0.15 ms
-SLACK_SECONDS = 8e-3
-GRACE_SECONDS = 5e-2
+SLACK_SECONDS = 2.5e-2
+OVERRUN_SECONDS = 8e-3
+GRACE_SECONDS = 0.25
+LOAD_SECONDS = 5e-2  # host work that takes longer than this does so itself, whatever else the machine does
 
 
 def sleep_until(moment: float) -> None:
@@ -38,7 +42,7 @@ def sleep_until(moment: float) -> None:
 def late(started: float) -> float:
     """Seconds since `started` if they are more than what a loaded machine adds, else 0: the work itself is slower."""
     taken = time.perf_counter() - started
-    return taken if taken > GRACE_SECONDS else 0.0
+    return taken if taken > LOAD_SECONDS else 0.0
 
 
 def happened_at(event: Event) -> float:
@@ -80,9 +84,14 @@ class _Visit(Event):
 
 
 class ComputeClock:
-    """Where the emulated compute channel stands. Driven by one thread at a time; see Note [The emulated clock]."""
+    """Where the emulated compute channel stands. Driven by one thread at a time; see Note [The emulated clock].
+
+    `overrun_seconds`, `late_seconds`: what this machine added so far, by computing for longer than a visit should take
+    and by coming late to the next one; both would be 0 on a machine fast enough for the device it plays.
+    """
 
     def __init__(self) -> None:
+        self.overrun_seconds = self.late_seconds = 0.0
         self._free_at = 0.0
         self._grace = 0.0
         self._visits: list[_Visit] = []
@@ -93,17 +102,29 @@ class ComputeClock:
             return self._visits[-1].start
         moment = time.perf_counter()
         if moment - self._free_at > SLACK_SECONDS + self._grace:
+            self.late_seconds += moment - self._free_at if self._free_at else 0.0
             self._free_at = moment
             self._grace = 0.0
         return self._free_at
+
+    def behind(self) -> float:
+        """Seconds by which this clock was behind the real one when the last visit ended."""
+        return self._grace
+
+    def played_seconds(self) -> float:
+        """Where this clock stands, without what this machine added: differences are seconds of the played device."""
+        return self.now() - self.overrun_seconds - self.late_seconds
 
     def record(self) -> Event:
         """Behind the visit under way, or behind the last one."""
         return self._visits[-1] if self._visits else Past(self.now())
 
-    def wait_for(self, event: Event) -> float:
-        """The visit under way, or the next one, starts behind `event`; the seconds by which that delays it."""
-        before = self.now()
+    def wait_for(self, event: Event, since: float | None = None) -> float:
+        """The visit under way, or the next one, starts behind `event`; the seconds by which that delays it.
+
+        `since`: compute has waited from this moment on, in which this thread did the work that `event` ends.
+        """
+        before = self.now() if since is None else since
         event.wait()
         stall = max(0.0, happened_at(event) - before)
         if self._visits:
@@ -123,7 +144,8 @@ class ComputeClock:
         visit = self._visits.pop()
         if threading.get_ident() == visit.thread:
             computed = time.thread_time() - visit.computed
-            if computed > visit.seconds + SLACK_SECONDS:  # this CPU is slower than the device it plays
+            if computed > visit.seconds + OVERRUN_SECONDS:  # this CPU is slower than the device it plays
+                self.overrun_seconds += computed - visit.seconds
                 visit.seconds = computed
         self._grace = min(GRACE_SECONDS, max(0.0, time.perf_counter() - visit.at))
         if self._visits:
@@ -159,17 +181,25 @@ class HostClock:
 
 
 class RateLimit:
-    """A `Throttle` of the NVMe store: each direction moves its bytes at a rate, whatever the disk does."""
+    """A `Throttle` of the NVMe store: each direction moves its bytes at a rate, whatever the disk does.
 
-    def __init__(self, bytes_per_second: Mapping[str, float | None]) -> None:
+    `behind`: by how much the clock of who asks is behind the real one; so much earlier has a request begun on it.
+    """
+
+    def __init__(self, bytes_per_second: Mapping[str, float | None], behind: Callable[[], float] = lambda: 0.0) -> None:
         self._rates = dict(bytes_per_second)
+        self._behind = behind
         self._free_at = dict.fromkeys(self._rates, 0.0)
         self._lock = threading.Lock()
 
-    def __call__(self, kind: str, request_bytes: int, started: float) -> None:
+    def __call__(self, kind: str, request_bytes: int, started: float) -> tuple[float, float] | None:
+        """Wait until a request is over; its start and end. None: the disk's own time, as no rate is given."""
         rate = self._rates.get(kind)
         if rate is None:
-            return
+            return None
         with self._lock:
-            self._free_at[kind] = end = max(self._free_at[kind], started) + request_bytes / rate
+            begun = max(self._free_at[kind], started - self._behind())
+            self._free_at[kind] = end = begun + request_bytes / rate
         sleep_until(end)
+        moment = time.perf_counter()
+        return begun, end if moment - end <= SLACK_SECONDS else moment  # later: the disk itself is slower
