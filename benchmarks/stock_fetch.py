@@ -156,7 +156,7 @@ class StockFetch:
             if self.device.emulation.host is not None:
                 end = began + self._host_seconds
                 sleep_until(end)
-                self.device._clock.wait_for(Past(end))
+                self.device._clock.wait_for(Past(end), since=began)
             return result
 
         replacements = (fetched, released, left_over, partitioned, stepped)

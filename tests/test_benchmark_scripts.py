@@ -53,18 +53,20 @@ def test_stock_fetch_under_emulation_is_stock_and_every_byte_crosses_the_link(ou
             assert losses_of(engine, steps) == plain
             model_bytes = 4 * sum(parameter.ds_numel for parameter in engine.module.parameters())
             crossed = stock.gathers.moved_bytes / steps
-            seconds = executor.train(engine, SETTING.rows, 1, 2)
+            wall, seconds = executor.train(engine, SETTING.rows, 1, 2, stock.device)
     assert 2 * model_bytes <= crossed <= 3.01 * model_bytes
     compute = sum(
         instance.costs(block, SETTING.rows).forward_seconds + instance.costs(block, SETTING.rows).backward_seconds
         for block in range(instance.block_count)
     )
     assert min(seconds) >= max(compute, crossed / emulation.h2d)
-    assert min(seconds) >= 0.97 * ours["step"]  # what our own plan of stock's rule takes: ours hides no less
+    assert min(wall) >= 0.9 * min(seconds)
+    assert min(seconds) >= 0.97 * ours["played"]  # what our own plan of stock's rule takes: ours hides no less
 
 
 def test_a_contestant_is_measured_as_predicted(ours):
-    assert ours["step"] == pytest.approx(ours["predicted"], rel=0.1)
+    assert ours["played"] == pytest.approx(ours["predicted"], rel=0.1)
+    assert ours["step"] >= 0.9 * ours["played"]
     assert ours["peak"] == pytest.approx(ours["predicted_peak"], rel=0.04)
     assert ours["peak"] <= ours["cap"]
 
