@@ -177,7 +177,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         for unit in (*self._action.fetch, *ahead):
             if not self.store.issue(unit):
                 break  # no slot is free: later ones would not find one either, and order matters
-        self.store.trim_slots()
+        if self._training_pass:  # the plan counts no idle slots; forwards without gradient count them as in use
+            self.store.trim_slots()
         if phase == "backward" and self.on_backward is not None:
             self.on_backward(block)
         self.store.need(block)

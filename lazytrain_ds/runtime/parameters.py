@@ -162,6 +162,11 @@ class StagingPool:
         with self._lock:
             self._free.setdefault((buffer.numel(), buffer.dtype), []).append((buffer, after))
 
+    def forget(self, buffer: torch.Tensor) -> None:
+        """A buffer that is not coming back, because what reads it is not known."""
+        with self._lock:
+            self.allocated_bytes -= buffer.numel() * buffer.element_size()
+
     def trim(self) -> None:
         """Give what nobody uses back to the system."""
         with self._lock:
