@@ -229,7 +229,7 @@ def instrument(kind: str, engine: Any, clock: Clock) -> None:
         f"nvme {which} (busy, {key.split('/')[0]})", end - start
     )
     clock.wrap(engine.optimizer._lt_updater, "apply", "host (Adam)")
-    engine.optimizer._lt_store.on_stall = lambda block, seconds: clock.add("compute waits for parameters", seconds)
+    engine.optimizer._lt_store.on_stall = lambda channel, seconds: clock.add("compute waits for parameters", seconds)
 
 
 # -- the comparison --------------------------------------------------------------------------------------------------

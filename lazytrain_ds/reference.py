@@ -103,7 +103,10 @@ KEYS: Final[dict[str, KeyHelp]] = {
     "profile.refresh": KeyHelp("`true`, `false`", "measure anew", "`false`"),
     "device": KeyHelp(
         '`{"emulate": {"memory": "96MB", "h2d": "400MB/s", "d2h": "400MB/s"}}`',
-        "a CPU plays a device behind a link, in wall time",
+        'a CPU plays a device behind a link, in wall time; it computes at its own speed, or `"compute": "3GFLOPS"`, or '
+        '`"compute": 0.02` (seconds that the largest block\'s forward takes); `nvme_read`, `nvme_write` and `host` (host '
+        "memory's bandwidth, for updates) are rates as well, `latency` is seconds per copy; or a `preset` of "
+        "`lazytrain plan --hardware` with all its figures times `scale`",
         "the real device",
     ),
     "report_dir": KeyHelp(

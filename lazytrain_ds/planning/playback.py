@@ -312,7 +312,7 @@ class Playback:
                     start = arrived[slot]
                     cause = slot
             if start > now:
-                self._fetch_stalls(stalls, now, start, cause, updated, read_until)
+                self._fetch_stalls(stalls, now, start, cause, updates_ready, updated, read_until)
             if kind == BACKWARD and copies[0] > start and gradients[block][0]:
                 stalls["d2h"] += copies[0] - start
                 start = copies[0]
@@ -398,10 +398,20 @@ class Playback:
 
     @staticmethod
     def _fetch_stalls(
-        stalls: dict[str, float], now: float, start: float, slot: int, updated: list[float], read: list[float]
+        stalls: dict[str, float],
+        now: float,
+        start: float,
+        slot: int,
+        gradients_in: float,
+        updated: list[float],
+        read: list[float],
     ) -> None:
-        """Split a wait from `now` to `start` for what arrives in `slot`: update on the host, NVMe read, then H2D."""
+        """Split a wait from `now` to `start` for what arrives in `slot`: last gradient, update, NVMe read, then H2D."""
         if slot < len(updated) and updated[slot] > now:
+            if gradients_in > now:
+                until = min(start, gradients_in)
+                stalls["d2h"] += until - now
+                now = until
             until = min(start, updated[slot])
             stalls["host"] += until - now
             now = until

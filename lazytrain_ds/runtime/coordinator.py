@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 from torch.nn import Module, Parameter
 
+from lazytrain_ds.runtime.device.base import Device
 from lazytrain_ds.runtime.inference import KeptForInference
 from lazytrain_ds.runtime.parameters import ParameterStore
 from lazytrain_ds.runtime.policy import BlockAction, Policy
@@ -59,7 +60,11 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._training_pass = True
         self._kept: KeptForInference | None = None
         self._since = 0.0
+        self.device: Device | None = None
         self.on_visit: Callable[[str, int, float, float], None] | None = None
+        self.on_memory: Callable[[int], None] | None = None
+        self.on_backward: Callable[[int], None] | None = None
+        self.make_room: Callable[[int], None] | None = None
         self._lock = threading.RLock()
 
     def bind(
@@ -172,18 +177,30 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         for unit in (*self._action.fetch, *ahead):
             if not self.store.issue(unit):
                 break  # no slot is free: later ones would not find one either, and order matters
+        if self._training_pass:  # the plan counts no idle slots; forwards without gradient count them as in use
+            self.store.trim_slots()
+        if phase == "backward" and self.on_backward is not None:
+            self.on_backward(block)
         self.store.need(block)
+        if phase == "backward" and self.make_room is not None:
+            self.make_room(block)
         self.store.blocks[block].in_use = True
         self._since = time.perf_counter()  # waiting for the parameters is a stall, not compute
+        if self.device is not None:
+            try:
+                own_bytes = self.device.visit_begins(phase, block)
+            except BaseException:  # out of memory: it has not begun
+                self._visit = None
+                raise
+            if own_bytes and self.on_memory is not None:
+                self.on_memory(self.device.ledger.live_bytes + own_bytes)
 
     def _leave(self) -> None:
         """The visit under way ends: blocks not held until their next use are released."""
         if self._visit is None:
             return
         phase, block = self._visit
-        self._visit = None
-        if self.on_visit is not None:
-            self.on_visit(phase, block, self._since, time.perf_counter())
+        self._end_visit()
         if phase == "forward" and not self._training_pass:
             gone = {block, *self._lent}
         else:
@@ -197,6 +214,17 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             if phase == "forward" and not self._training_pass:
                 self._kept.offer(unit, self.policy)
             self.store.release(unit)
+
+    def _end_visit(self) -> None:
+        """The compute of the visit under way has been issued (on a device that plays its speed: is over)."""
+        if self._visit is None:
+            return
+        phase, block = self._visit
+        self._visit = None
+        took = self.device.visit_ends() if self.device is not None else None
+        if self.on_visit is not None and not (self.device is not None and self.device.times_later):
+            start, end = took or (self._since, time.perf_counter())
+            self.on_visit(phase, block, start, end)
 
     def _let_outlast(self, unit: int) -> None:
         """What a module around the blocks uses of `unit` gets a copy of its own until this backward ends.
@@ -277,7 +305,9 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self._outlasting.clear()
-        self._visit = None
+        self._end_visit()
+        while self.device is not None and self.device.visit_ends() is not None:
+            pass  # visits that an exception left open
         self._action = BlockAction()
         self._lent.clear()
         self._deferred = None

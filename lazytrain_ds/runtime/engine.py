@@ -180,6 +180,8 @@ class LazyTrainEngine(DeepSpeedEngine):
         )
         self._lt_activations.install()
         self._lt_finish_at_exit()
+        if setup.coordinator is not None:
+            setup.coordinator.on_backward = self._lt_activations.reached
         self._lt_use_plan()
 
     def _lt_use_plan(self) -> None:
@@ -344,6 +346,7 @@ class LazyTrainEngine(DeepSpeedEngine):
             self._lt_console.untrained([self.param_names[parameter] for parameter in untrained])
         super().step(lr_kwargs)
         if self._lt_book is not None:
+            self._lt_book.device.report_times()
             self._lt_book.monitor.micro_step += 1
         if at_boundary and self._lt_book is not None:
             timeline = self._lt_book.monitor.step_ended(self.global_steps)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch.nn import Parameter
 
 from lazytrain_ds.optim.kernels import accumulate_, squared_norm
+from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.worker import HostWorker
 
@@ -50,7 +51,7 @@ class GradientStore:
         self._in_flight: deque[tuple[Event, torch.Tensor, int, int]] = deque()
         self._staging: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.moved_bytes = 0
-        self.stall_seconds = 0.0
+        self.on_stall: Callable[[ChannelName, float], None] = lambda channel, seconds: None
 
     def take(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient (this rank's partition, any shape) to the host buffer."""
@@ -85,7 +86,7 @@ class GradientStore:
                 buffer.add_(flat.to(buffer.dtype))
             return
         block = self.block_of[ds_id]
-        self._collect(block)
+        self.make_room(block)
         flat = flat.to(buffer.dtype)
         byte_count = flat.numel() * flat.element_size()
         self.device.ledger.charge(byte_count, PURPOSE)
@@ -103,20 +104,20 @@ class GradientStore:
 
     def _add(self, event: Event, buffer: torch.Tensor, staging: torch.Tensor) -> None:
         event.wait()
+        started = event.at if event.at is not None else time.perf_counter()
         accumulate_(buffer, staging, num_threads=self.threads)
+        self.device.addition_ends(staging.numel(), started)
         self._staging[(staging.numel(), staging.dtype)].append(staging)
 
-    def _collect(self, block: int) -> None:
+    def make_room(self, block: int) -> None:
         """Let go of gradients that have left; those of at most one block before `block` may still be on their way."""
         while self._in_flight:
             event, _, byte_count, _ = self._in_flight[0]
             others = dict.fromkeys(entry[3] for entry in self._in_flight if entry[3] != block)
-            if not event.done():
-                if len(others) < 2:
-                    return
-                started = time.perf_counter()
-                event.wait()
-                self.stall_seconds += time.perf_counter() - started
+            if len(others) >= 2:
+                self.on_stall("d2h", self.device.host_waits(event))
+            elif not event.done():
+                return
             self._in_flight.popleft()
             self.device.ledger.discharge(byte_count, PURPOSE)
 
@@ -124,7 +125,7 @@ class GradientStore:
         """Wait until every gradient has arrived and been added."""
         while self._in_flight:
             event, _, byte_count, _ = self._in_flight.popleft()
-            event.wait()
+            self.on_stall("d2h", self.device.host_waits(event))
             self.device.ledger.discharge(byte_count, PURPOSE)
         self.worker.drain()
 

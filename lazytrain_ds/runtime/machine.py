@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from importlib import metadata
 
 import torch
 
 from lazytrain_ds.config import LazyTrainConfig
+from lazytrain_ds.hardware.emulation import Emulation
 from lazytrain_ds.hardware.probe import probe
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.optim.kernels import adamw_segments_step_
 from lazytrain_ds.optim.layout import StateLayout
-from lazytrain_ds.planning.instance import Channel
-from lazytrain_ds.runtime.device.emulated import Emulation
 
 __all__ = ["about_this_run", "host_threads", "local_hardware", "update_seconds"]
 
@@ -74,10 +72,7 @@ def local_hardware(config: LazyTrainConfig) -> HardwareSpec:
         device, host = device // CPU_SHARE, host // CPU_SHARE
     if config.device != "auto":
         emulation = Emulation.parse(config.device["emulate"])
-        device = emulation.memory_bytes
-        rates = {name: getattr(emulation, name) for name in ("h2d", "d2h", "nvme_read", "nvme_write")}
-        channels = {name: Channel(name, rate, emulation.latency_seconds) for name, rate in rates.items() if rate}
-        spec = replace(spec, **channels)
+        spec, device = emulation.apply(spec), emulation.memory_bytes
     if config.device_memory != "auto":
         device = int(config.device_memory)
     if config.host_memory != "auto":

@@ -191,7 +191,7 @@ class ParameterHomes:
             parameter.ds_tensor.data = buffer.new_empty(0)
         if dirty:
             self.nvme.write(part.key, buffer).wait()
-        self.staging.give(buffer)
+        self.staging.forget(buffer)  # an exported state dict may hold views of it
 
     def _point_flats(self, block: int) -> None:
         if self.flats is not None:

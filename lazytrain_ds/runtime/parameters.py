@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
 from lazytrain_ds.errors import DeviceMemoryError, LazyTrainError, PlanError
+from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.runtime.device.base import Device, Event
 from lazytrain_ds.runtime.swap import aligned_empty
 
@@ -60,6 +62,8 @@ class Part:
     key: str = ""
     slot: torch.Tensor | None = None
     event: Event | None = None
+    updates: tuple[Event, ...] = ()
+    read: Event | None = None
     staging: torch.Tensor | None = None
 
     @property
@@ -110,6 +114,10 @@ class _LateRead(Event):
             self.start()
 
     @property
+    def at(self) -> float | None:  # type: ignore[override]
+        return None if self._ticket is None else self._ticket.end_seconds
+
+    @property
     def started(self) -> bool:
         return self._ticket is not None
 
@@ -134,31 +142,39 @@ class StagingPool:
     """Host buffers that NVMe is read into or written from, by size; as many as are in use at once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Event | None]]] = {}
         self._lock = threading.Lock()
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """An aligned buffer of exactly this size."""
         with self._lock:
-            free = self._free.get((numel, dtype))
-            if free:
-                return free.pop()
+            free = self._free.get((numel, dtype), [])
+            for index, (buffer, after) in enumerate(free):
+                if after is None or after.done():
+                    del free[index]
+                    return buffer
             self.allocated_bytes += numel * dtype.itemsize
         return aligned_empty(numel, dtype)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
+    def give(self, buffer: torch.Tensor, after: Event | None = None) -> None:
+        """Take a buffer back; it is handed out again once `after`, a copy out of it, is over."""
         with self._lock:
-            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            self._free.setdefault((buffer.numel(), buffer.dtype), []).append((buffer, after))
+
+    def forget(self, buffer: torch.Tensor) -> None:
+        """A buffer that is not coming back, because what reads it is not known."""
+        with self._lock:
+            self.allocated_bytes -= buffer.numel() * buffer.element_size()
 
     def trim(self) -> None:
         """Give what nobody uses back to the system."""
         with self._lock:
-            self.allocated_bytes -= sum(
-                each.numel() * each.element_size() for free in self._free.values() for each in free
-            )
-            self._free.clear()
+            for key, free in self._free.items():
+                in_use = [(buffer, after) for buffer, after in free if after is not None and not after.done()]
+                numel, dtype = key
+                self.allocated_bytes -= (len(free) - len(in_use)) * numel * dtype.itemsize
+                self._free[key] = in_use
 
 
 class ParameterStore:
@@ -174,7 +190,7 @@ class ParameterStore:
             parameter.ds_id: block.index for block in self.blocks for parameter in block.parameters()
         }
         self.ready: Callable[[int], Sequence[Event]] = lambda block: ()
-        self.on_stall: Callable[[int, float], None] = lambda block, seconds: None
+        self.on_stall: Callable[[ChannelName, float], None] = lambda channel, seconds: None
         self.before_issue: Callable[[int], None] = lambda block: None
         self._late_reads: dict[int, list[_LateRead]] = {}
         self._free: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, Event]]] = {}
@@ -199,6 +215,11 @@ class ParameterStore:
             except DeviceMemoryError:
                 if not (self._trim() or (must and self._evict(block.index))):
                     raise
+
+    def trim_slots(self) -> None:
+        """Free the pooled slots: called when a visit's fetches are issued, so that what is left is not planned for."""
+        while self._trim():
+            pass
 
     def _trim(self) -> bool:
         """Really free one pooled slot; False if there is none."""
@@ -255,9 +276,11 @@ class ParameterStore:
             return False
         if block.stale or not block.stays:
             self.before_issue(index)
-            after = [*waits, *self.ready(index)]
+            updates = tuple(self.ready(index))
+            after = [*waits, *updates]
             for part in block.parts:
                 source, arrived = self._source(part, index)
+                part.updates, part.read = updates, next(iter(arrived), None)
                 part.event = self.device.copy_async(
                     part.slot, source, "h2d", [*after, *arrived], ("parameter_fetch", index)
                 )
@@ -283,10 +306,11 @@ class ParameterStore:
             read.start()
 
     def _arrived(self, part: Part) -> None:
-        part.event = None
         if part.staging is not None:
-            self.staging.give(part.staging)
+            self.staging.give(part.staging, part.event)
             part.staging = None
+        part.event = part.read = None
+        part.updates = ()
 
     def need(self, index: int) -> None:
         """Make a block's parameters present for the compute that follows."""
@@ -298,10 +322,8 @@ class ParameterStore:
         if block.state == "in flight":
             for part in block.parts:
                 if part.event is not None:
-                    seconds = self.device.compute_waits(part.event)
+                    self.device.waits(part.event, partial(self._report_stall, part.updates, part.read))
                     self._arrived(part)
-                    if seconds:
-                        self.on_stall(index, seconds)
             block.state = "present"
         for part in block.parts:
             for parameter, offset, numel in part.entries:
@@ -309,6 +331,21 @@ class ParameterStore:
                 if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
                     parameter.data = part.slot.narrow(0, offset, numel).view(parameter.ds_shape)
                     parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+    def _report_stall(self, updates: Sequence[Event], read: Event | None, end: float, seconds: float) -> None:
+        """Compute waited until `end` for a copy: for its update, then for its read, then for the link."""
+        at = end - seconds
+        stages: tuple[tuple[ChannelName, Sequence[Event]], ...] = (
+            ("host", updates),
+            ("nvme_read", () if read is None else (read,)),
+        )
+        for channel, events in stages:
+            until = max((min(event.at, end) for event in events if event.at is not None), default=at)
+            if until > at:
+                self.on_stall(channel, until - at)
+                at = until
+        if end > at:
+            self.on_stall("h2d", end - at)
 
     def _is_ours(self, part: Part, parameter: Parameter) -> bool:
         return (
@@ -359,7 +396,7 @@ class ParameterStore:
         if slot is None:
             return
         self._slot_of_storage.pop(slot.untyped_storage().data_ptr(), None)
-        self.device.retire(slot)
+        free_after = self.device.retire(slot) or free_after
         if block.pooled:
             self._free.setdefault((part.dtype, slot.numel()), []).append((slot, free_after))
         else:  # the allocator orders the next use on the compute stream behind the compute that read this slot
@@ -390,8 +427,7 @@ class ParameterStore:
 
     def trim(self) -> None:
         """Free every pooled slot and staging buffer: what another plan needs may be of other sizes."""
-        while self._trim():
-            pass
+        self.trim_slots()
         self.staging.trim()
 
     def close(self) -> None:
@@ -409,8 +445,7 @@ class ParameterStore:
             for part in block.parts:
                 self._give_back(block, part, done)
             block.state, block.stale = "absent", True
-        while self._trim():
-            pass
+        self.trim()
 
     # -- for others --------------------------------------------------------------------------------------------
     def view_of(self, tensor: torch.Tensor) -> SlotView | None:

@@ -19,7 +19,7 @@ import torch
 from deepspeed import comm as dist
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, LazyTrainError, PlanError
+from lazytrain_ds.errors import ConfigError, LazyTrainError, PlanError, UnsupportedError
 from lazytrain_ds.hardware.probe import cache_directory, machine_key
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.optim.fused_adamw import FusedAdamW
@@ -33,6 +33,7 @@ from lazytrain_ds.planning.solve import solve
 from lazytrain_ds.report.run_directory import RunDirectory
 from lazytrain_ds.runtime.corrections import Corrections
 from lazytrain_ds.runtime.device import make_device
+from lazytrain_ds.runtime.device.emulated import EmulatedDevice
 from lazytrain_ds.runtime.machine import about_this_run, host_threads, local_hardware
 from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
@@ -103,7 +104,8 @@ class PlanBook:
         sizes = divisors(per_rank) if self.config.micro_batch == "auto" else [given]
         dtype, accumulation = self.engine.get_data_types()
         self.dtype = dtype
-        own, on_cpu = isinstance(optimizer, FusedAdamW), self.device.torch_device.type == "cpu"
+        # An emulated device is apart from its host, as a real one is, though both are this CPU.
+        own, on_cpu = isinstance(optimizer, FusedAdamW), self.device.name == "cpu"
         if isinstance(optimizer, HybridAdamW8bit) and not optimizer.knows_model:
             optimizer.observe_model(model)
         self._training = Training(
@@ -119,6 +121,7 @@ class PlanBook:
         )
         with generators_untouched(self.device.torch_device):
             profile = profile_model(model, table, sizes, length, dtype=dtype, device=self.device.torch_device.type)
+        self._settle_emulation(profile)
         self._note(profile.notes)
         if dict(self.engine.config).get("activation_checkpointing"):
             self._note((INERT_SECTION,))
@@ -178,6 +181,16 @@ class PlanBook:
                 "deepspeed.initialize, build the loader with engine.train_micro_batch_size_per_gpu(), or set "
                 '"micro_batch": "keep"'
             )
+
+    def _settle_emulation(self, profile: Profile) -> None:
+        """Emulated compute given as the seconds of a block becomes a rate now that the blocks are known."""
+        if not isinstance(self.device, EmulatedDevice):
+            return
+        if self.device.emulation.timed and self.world_size > 1:
+            raise UnsupportedError('"lazytrain.device.emulate.compute": only "real" works with more than one process')
+        largest = max(block.forward_flops for trace in profile.traces.values() for block in trace.blocks)
+        emulation = self.device.emulation.with_block_flops(largest)
+        self.hardware = emulation.apply(self.hardware).with_memory(device=self.hardware.device_memory_bytes)
 
     def _precisions(self, optimizer: torch.optim.Optimizer) -> tuple[Precision, ...]:
         """State precisions the user's optimizer and `state_precision` leave open."""
@@ -293,6 +306,7 @@ class PlanBook:
             # DeepSpeed fills in a block where the user wrote none; its one thread a direction is slower than ours.
             aio=self.engine.aio_config() if "aio" in dict(self.engine.config) else None,
             on_transfer=self.monitor.transfer,
+            throttle=self.device.throttle,
             space_limit_bytes=None if self.config.nvme_space == "auto" else int(self.config.nvme_space),
             write_budget_bytes_per_day=(
                 None if self.config.nvme_write_budget == "auto" else int(self.config.nvme_write_budget)
@@ -355,6 +369,8 @@ class PlanBook:
         self._setup.instance, self._setup.plan, self._setup.policy = self.instance, self.plan, self.policy
         if self._setup.coordinator is not None:
             self._setup.coordinator.policy = self.policy
+        # The estimates, or emulated compute would follow its own measurements.
+        self.device.use_plan(self.estimated, self.plan)
 
     @property
     def times_blocks(self) -> bool:
@@ -446,7 +462,8 @@ class PlanBook:
         for index, block in enumerate(placement.blocks):
             keep = instance.costs(index, placement.micro_batch).menu[0]
             saved_tier = saved if keep.offloadable_bytes else "device"
-            blocks.append(replace(block, choice=keep.name, boundary=boundary, saved_tier=saved_tier))
+            home = boundary if keep.needs_input else "device"
+            blocks.append(replace(block, choice=keep.name, boundary=home, saved_tier=saved_tier))
         return replace(placement, blocks=tuple(blocks))
 
     def actions(self) -> list[ActivationAction]:

@@ -101,10 +101,11 @@ class Setup:
             monitor.visit(phase, block, start, end)
             monitor.memory("device", self.device.ledger.live_bytes)
 
-        coordinator.on_visit = visited
-        store.on_stall = lambda block, seconds: monitor.stall(
-            "nvme_read" if self.policy.parameter_tier(block) == "nvme" else "h2d", seconds
-        )
+        coordinator.device = self.device
+        coordinator.on_visit = self.device.on_visit = visited
+        coordinator.on_memory = lambda byte_count: monitor.memory("device", byte_count)
+        store.on_stall = monitor.stall
+        self.device.use_plan(self.instance, self.plan)
         for block in store.blocks:
             block.resident = self.policy.parameter_tier(block.index) == "device"
             block.pooled = block.index in self.block_modules

@@ -231,6 +231,7 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
             {p.ds_id: block for block, owned in enumerate(setup.parameters_of_block) for p in owned},
             setup.host_threads,
         )
+        self._lt_gradients.on_stall = setup.monitor.stall
         trainable = {p.ds_id for group in self.fp16_groups for p in group}
         self._lt_norm_order = [p for p in self.module.parameters() if p.ds_id in trainable]
         guard_state(self.optimizer, self.drain)
@@ -241,6 +242,7 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         self._lt_store.ready = lambda block: [self._lt_ready[block]] if block in self._lt_ready else ()
         coordinator: LazyCoordinator = self.parameter_offload.param_coordinator
         setup.attach(self._lt_store, coordinator)
+        coordinator.make_room = self._lt_gradients.make_room
         coordinator.bind(self.module, self._lt_store, setup.policy, setup.block_modules, setup.owner_of_module)
         self._lt_wrap_gathers()
 
@@ -397,6 +399,8 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         blocks = sorted(by_block)
         self._lt_homes.check_in_idle()
         self._lt_states.order([update.sub_group for block in blocks for update in by_block[block]])
+        began = time.perf_counter()
+        self.lazytrain.device.updates_begin()
         for block in blocks:
             if hidden:
                 self._lt_ready[block] = self._lt_worker.submit(partial(self._lt_update_block, block, by_block[block]))
@@ -406,18 +410,24 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
                 self._lt_store.updated(block)
         if not hidden:
             self._lt_states.settle()
+            self.lazytrain.monitor.stall("host", self.lazytrain.device.updates_end(began))
 
-    def _lt_update_block(self, block: int, updates: Sequence[Update]) -> None:
+    def _lt_update_block(self, block: int, updates: Sequence[Update]) -> float | None:
+        """Update one block; returns when that ended (None where its write to NVMe is still to be waited for)."""
+        ended: float | None = None
         sub_groups = tuple(self._lt_layout.sub_groups[update.sub_group] for update in updates)
         whole = all(update.spans is None for update in updates)
+        total = sum(sub_group.numel for sub_group in sub_groups)
         with self._lt_homes.open_for_update(block, sub_groups, whole) as place:
             for update, sub_group in zip(updates, sub_groups, strict=True):
                 with self._lt_states.at_hand(update.sub_group) as states:
                     started = time.perf_counter()
                     self._lt_updater.apply(update, states, place(sub_group))
-                    self.lazytrain.monitor.task("optimizer", block, "host", started, time.perf_counter())
+                    started, ended = self.lazytrain.device.update_ends(block, sub_group.numel / total, started)
+                    self.lazytrain.monitor.task("optimizer", block, "host", started, ended)
         if self._lt_one_rank:
             self._lt_store.home_changed(block)
+        return ended if self.lazytrain.policy.parameter_tier(block) != "nvme" else None
 
     def _lt_spans(self, parameters: Sequence[Parameter]) -> tuple[tuple[int, int], ...] | None:
         """Runs of parameters that got a gradient; None when all did. Plain PyTorch skips the others as well."""

@@ -17,14 +17,17 @@ class HostWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], HostEvent] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], float | None], HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pending = 0
         self._idle = threading.Condition()
         self._error: BaseException | None = None
 
-    def submit(self, job: Callable[[], None]) -> HostEvent:
-        """Queue `job`; the event is set when it ended, with its error if it failed."""
+    def submit(self, job: Callable[[], float | None]) -> HostEvent:
+        """Queue `job`; the event is set when it ended, with its error if it failed.
+
+        A job may return the time (perf_counter) at which its work was done; else that is when it returned.
+        """
         self.check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -41,15 +44,16 @@ class HostWorker:
             if item is None:
                 return
             job, event = item
-            error = self._error
+            error, at = self._error, None
             if error is None:
                 try:
-                    job()
+                    at = job()
                 except BaseException as caught:
                     error = self._error = caught
-            event.set(None if error is None else WorkerError(f"{self.name}: a job failed: {error!r}"))
-            if event.error is not None:
-                event.error.__cause__ = error
+            failure = None if error is None else WorkerError(f"{self.name}: a job failed: {error!r}")
+            if failure is not None:
+                failure.__cause__ = error
+            event.set(failure, at)
             del job, item
             with self._idle:
                 self._pending -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -249,13 +249,18 @@ class _Builder:
             return operator_seconds(operators, self.hardware, dtype)
 
         menu: tuple[ActivationChoice, ...]
+        boundary_bytes = trace.boundary_bytes
         if block.kind == "block":
             menu = activation_menu(trace, seconds, droppable=chained)
-        else:  # no single forward that could be run again
-            menu = activation_menu(trace, seconds, droppable=False)[:1]
+        else:  # no single forward that could be run again, or whose inputs and saved tensors could be moved
+            (keep, *_) = activation_menu(trace, seconds, droppable=False)
+            if keep.needs_input:
+                keep = replace(keep, kept_bytes=keep.kept_bytes + boundary_bytes, needs_input=False)
+                boundary_bytes = 0
+            menu = (replace(keep, offloadable_bytes=0),)
         return BlockCosts(
             micro_batch=size,
-            boundary_bytes=trace.boundary_bytes,
+            boundary_bytes=boundary_bytes,
             forward_seconds=seconds(trace.forward),
             backward_seconds=seconds(trace.backward),
             forward_flops=trace.forward_flops,

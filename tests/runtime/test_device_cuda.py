@@ -13,16 +13,29 @@ from lazytrain_ds.runtime.device.cuda import CudaDevice
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    """`moment`: milliseconds on the device's clock; each recording of any event takes one."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
         self.stream = None
         self.synchronized = 0
+        self.moment = None
+        self.timed = enable_timing
+        self.over = True
 
     def record(self, stream) -> None:
         self.stream = stream
+        FakeEvent.clock += 1.0
+        self.moment = FakeEvent.clock
         stream.log.append(("record", id(self)))
 
     def query(self) -> bool:
-        return True
+        return self.over
+
+    def elapsed_time(self, other) -> float:
+        assert self.timed and other.timed
+        return other.moment - self.moment
 
     def synchronize(self) -> None:
         self.synchronized += 1
@@ -117,3 +130,38 @@ def test_refused_page_locking_falls_back_once_and_says_so(cuda, monkeypatch, cap
     assert cuda.empty_host(4, torch.float32).numel() == 4
     assert cuda.empty_host(4, torch.float32).numel() == 4
     assert capsys.readouterr().out.count("out of locked pages") == 1
+
+
+def test_copies_visits_and_waits_are_reported_once_they_are_over(cuda, monkeypatch):
+    copied, visited, waited = [], [], []
+    cuda.on_copy = lambda kind, block, channel, start, end, byte_count: copied.append((kind, channel, end - start))
+    cuda.on_visit = lambda phase, block, start, end: visited.append((phase, block, end - start))
+    cuda.visit_begins("forward", 3)
+    copy = cuda.copy_async(torch.zeros(2), torch.ones(2), "h2d", (), ("parameter_fetch", 4))
+    assert cuda.visit_ends() is not None
+    assert cuda.visit_ends() is None
+    cuda.waits(copy, lambda end, seconds: waited.append(seconds))  # the copy was over before compute came to it
+    late = cuda.copy_async(torch.zeros(2), torch.ones(2), "h2d")
+    late.event.over = False
+    cuda.waits(late, lambda end, seconds: waited.append(seconds))
+    late.event.moment = FakeEvent.clock + 5.0
+    cuda.report_times()
+    assert copied == [("parameter_fetch", "h2d", pytest.approx(1e-3))]
+    assert visited == [("forward", 3, pytest.approx(3e-3))]  # its end is recorded three events after its start
+    assert waited == []
+    late.event.over = True
+    cuda.report_times()
+    assert waited == [pytest.approx(5e-3)]
+    cuda.report_times()
+    assert (len(copied), len(visited), len(waited)) == (1, 1, 1)
+    assert all(event.event.synchronized == 0 for event in (copy, late))  # nobody waited to know
+
+
+def test_in_debug_mode_a_freed_slot_is_poisoned_before_it_may_be_written_again(cuda):
+    slot = torch.zeros(4)
+    assert cuda.retire(slot) is None
+    cuda.debug = True
+    poisoned = cuda.retire(slot)
+    assert torch.isnan(slot).all()
+    cuda.copy_async(slot, torch.ones(4), "h2d", [poisoned])
+    assert ("wait", id(poisoned.event)) in cuda._channels["h2d"].stream.log

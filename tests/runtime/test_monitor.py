@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from lazytrain_ds.planning.simulator import simulate
 from lazytrain_ds.planning.timeline import Timeline
 from lazytrain_ds.runtime import updates
 from lazytrain_ds.runtime.device.emulated import EmulatedDevice, Emulation
+from tests import models
 from tests.runtime.test_stage3 import Tower, features, train
 from tests.runtime.zero3 import engine_for, zero3_config
 
@@ -72,3 +74,61 @@ def test_a_hidden_step_runs_while_compute_does_and_a_serial_one_does_not(monkeyp
     hidden, serial = overlap("hidden"), overlap("serial")
     assert serial[0] == 0.0
     assert hidden[0] > 0.0
+
+
+def test_it_costs_the_training_thread_at_most_one_percent_of_its_time():
+    """Reports are counted in a run and timed one by one outside it: what they add up to is noise in the run itself."""
+    from lazytrain_ds.runtime.monitor import Monitor
+
+    torch.manual_seed(0)
+    device = EmulatedDevice(Emulation(10**9, h2d=4e9, d2h=4e9))
+    engine = engine_for(models.GPT(width=128, blocks=6, length=128), zero3_config(), 1, device=device)
+    monitor = engine.optimizer.lazytrain.monitor
+    counts = dict.fromkeys(("task", "visit", "memory", "stall"), 0)
+    user = threading.get_ident()
+
+    def counting(name):
+        original = getattr(monitor, name)
+
+        def report(*arguments):
+            if threading.get_ident() == user or name == "visit":
+                counts[name] += 1
+            original(*arguments)
+
+        return report
+
+    for name in counts:
+        setattr(monitor, name, counting(name))
+    setup = engine.optimizer.lazytrain
+    setup.attach(setup.store, setup.coordinator)  # bound methods were taken before
+    calls = [((), dict.fromkeys(("input_ids", "labels"), models.batch(step, length=128))) for step in range(6)]
+    train(engine, calls[:1])
+    ending = []
+    monitor.step_ended(0)
+    counts.update(dict.fromkeys(counts, 0))
+    started = time.thread_time()
+    for call in calls[1:]:
+        train(engine, [call])
+        begun = time.thread_time()
+        monitor.step_ended(1)
+        ending.append(time.thread_time() - begun)
+    total = time.thread_time() - started
+    engine.destroy()
+    device.close()
+    assert counts["visit"] >= 5 * 2 * 8 and counts["memory"] >= counts["visit"]
+
+    fresh = Monitor()
+    samples = {
+        "task": ("gradient", 1, "d2h", 0.0, 1.0, 10),
+        "visit": ("forward", 1, 0.0, 1.0),
+        "memory": ("device", 10),
+        "stall": ("h2d", 1e-3),
+    }
+    cost = sum(ending)
+    for name, arguments in samples.items():
+        report, rounds = getattr(fresh, name), 2000
+        begun = time.thread_time()
+        for _ in range(rounds):
+            report(*arguments)
+        cost += (time.thread_time() - begun) / rounds * counts[name]
+    assert cost <= 0.01 * total, (cost, total, counts)

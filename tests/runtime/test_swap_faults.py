@@ -255,7 +255,7 @@ def test_a_load_that_fails_half_way_invalidates_the_key(store, monkeypatch, tmp_
 
 def test_export_interrupted_while_waiting_does_not_block_the_key(tmp_path, monkeypatch):
     gate = threading.Event()
-    with NvmeStore(tmp_path, throttle=lambda *arguments: gate.wait(30)) as store:
+    with NvmeStore(tmp_path, throttle=lambda *arguments: gate.wait(30) and None) as store:
         store.write("x", numbers(10))
 
         def interrupted(self, timeout=None):

@@ -63,6 +63,9 @@ def test_menu_of_a_block_and_of_a_group():
     instance = build(llama())
     embedding, layer, head = (instance.costs(block, 2) for block in (0, 1, 4))
     assert [len(costs.menu) for costs in (embedding, head)] == [1, 1]
+    for costs in (embedding, head):  # what a group uses again in backward stays where it is: nothing of it is moved
+        assert not costs.menu[0].needs_input and costs.menu[0].offloadable_bytes == 0
+    assert head.boundary_bytes == 0 and head.menu[0].kept_bytes > 2 * 16 * 64 * 4
     assert layer.menu[0].kind == "keep"
     assert layer.recomputable
     assert layer.menu[-1].recompute_seconds <= layer.forward_seconds

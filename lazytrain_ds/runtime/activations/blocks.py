@@ -95,6 +95,7 @@ class BlockCall:
         if frame.mover.moving:
             frame.mover.advance()
         frame.calls.append(weakref.ref(self))
+        frame.settle_outside()
         if self.action.kind == "keep":
             frame.previous = frame.previous_segment = None
             with torch.autograd.graph.saved_tensors_hooks(self._pack_hook(), unpack):

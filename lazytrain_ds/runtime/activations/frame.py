@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from lazytrain_ds.planning.schema import TierName
 from lazytrain_ds.runtime.activations.storages import (
     BOUNDARY,
+    SAVED,
     Handle,
     KeptAccount,
     KeptHandle,
@@ -90,6 +91,7 @@ class Frame:
         self._minimum_offload_bytes = minimum_offload_bytes
         self._offloaded: dict[tuple[int, int, str], weakref.ref[OffloadedStorage]] = {}
         self._accounts: list[weakref.ref[KeptAccount]] = []
+        self._outside = KeptAccount(OUTSIDE, SAVED)
         self.calls: list[weakref.ref[BlockCall]] = []
         self.previous: BlockCall | None = None
         self.previous_segment: Segment | None = None
@@ -131,6 +133,19 @@ class Frame:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a subclass may have no storage to ask about
                 view = self.parameters.view_of(tensor)
         return KeptHandle(tensor) if view is None else ParameterHandle(view)
+
+    def keep_outside(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
+        """Pack hook for what is saved outside wrapped blocks: it stays where it is."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return self.keep_special(tensor)
+        if self.parameters is not None and (view := self.parameters.view_of(tensor)) is not None:
+            return ParameterHandle(view)
+        return self._outside.keep_storage(tensor, tensor.untyped_storage())
+
+    def settle_outside(self) -> None:
+        """Count what was saved outside blocks since the last one: in parts, as an account goes as a whole."""
+        account, self._outside = self._outside, KeptAccount(OUTSIDE, SAVED)
+        self.settle(account)
 
     def settle(self, account: KeptAccount) -> None:
         """A block has ended: its account counts from now on."""

@@ -46,6 +46,23 @@ class StoreTicket(Protocol):
     def wait(self) -> None: ...
 
 
+class _Ended(Event):
+    """The end of a store's transfer."""
+
+    def __init__(self, ticket: StoreTicket) -> None:
+        self._ticket = ticket
+
+    @property
+    def at(self) -> float | None:  # type: ignore[override]
+        return getattr(self._ticket, "end_seconds", None)
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> None:
+        self._ticket.wait()
+
+
 class Store(Protocol):
     """What is needed of the NVMe store. Transfers of one key keep their order."""
 
@@ -226,31 +243,36 @@ class Mover:
 
     # -- waiting -----------------------------------------------------------------------------------------------
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, channel: ChannelName, kind: TaskKind, block: int
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        channel: ChannelName,
+        kind: TaskKind,
+        block: int,
+        made: bool = False,
     ) -> Event:
-        """Copy behind the compute issued so far; a device that times its copies is told what this one is for."""
-        after = (self.device.record(),)
+        """Copy behind the compute that made `source`; a device that times its copies is told what this one is for.
+
+        `made`: in the block under way. Else what made it is over: a block's input, or what comes back.
+        """
+        after = (self.device.record() if made else self.device.record_entry(),)
         if self.device.on_copy is None:
             return self.device.copy_async(target, source, channel, after)
         return self.device.copy_async(target, source, channel, after, task=(kind, block))
 
     def wait_event(self, event: Event) -> None:
-        """Block until a copy to the host is over."""
-        event.wait()
+        """Block until a copy to the host is over: memory was short, or its data is wanted back already."""
+        self._stalled("d2h", self.device.host_waits(event))
 
     def wait_ticket(self, ticket: StoreTicket, channel: ChannelName) -> None:
         """Block until a store's transfer is over; waiting for a read is a stall of compute."""
-        if ticket.done():
-            ticket.wait()
-            return
-        started = time.perf_counter()
-        ticket.wait()
+        seconds = self.device.host_waits(_Ended(ticket))
         if channel == "nvme_read":
-            self._stalled(channel, time.perf_counter() - started)
+            self._stalled(channel, seconds)
 
     def compute_waits(self, event: Event) -> None:
-        """Later compute starts after `event`; what the host was blocked counts as stall."""
-        self._stalled("h2d", self.device.compute_waits(event))
+        """Later compute starts after `event`; what it waits counts as stall."""
+        self.device.waits(event, lambda end, seconds: self._stalled("h2d", seconds))
 
     def _stalled(self, channel: ChannelName, seconds: float) -> None:
         self.counters.stalled(channel, seconds)

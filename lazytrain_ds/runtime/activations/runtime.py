@@ -15,9 +15,8 @@ from torch import nn
 from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.activations import custom_functions
 from lazytrain_ds.runtime.activations.counters import ActivationCounters
-from lazytrain_ds.runtime.activations.frame import OUTSIDE, Frame, ParameterAccess, unpack
+from lazytrain_ds.runtime.activations.frame import Frame, ParameterAccess, unpack
 from lazytrain_ds.runtime.activations.mover import DEFAULT_STAGING_BYTES, Mover, OnStall, OnTask, Store
-from lazytrain_ds.runtime.activations.storages import SAVED, KeptAccount
 from lazytrain_ds.runtime.activations.takeover import Takeover, installation, owned
 from lazytrain_ds.runtime.activations.wrapping import BlockForward, is_compiled
 from lazytrain_ds.runtime.device.base import Device
@@ -215,11 +214,10 @@ class ActivationRuntime:
             with owned(self.takeover):
                 yield
             return
-        account = KeptAccount(OUTSIDE, SAVED)
         view_of = frame.parameters.view_of if frame.parameters is not None else None
-        with owned(self.takeover), custom_functions.outside_blocks(frame.keeper(account), unpack, view_of):
+        with owned(self.takeover), custom_functions.outside_blocks(frame.keep_outside, unpack, view_of):
             yield
-        frame.settle(account)
+        frame.settle_outside()
         frame.left()
         self.counters.held_saved_bytes, self.counters.held_boundary_bytes = frame.held_bytes()
 
@@ -228,6 +226,12 @@ class ActivationRuntime:
         if self.watches_backward:
             for frame in self._open:
                 frame.prefetch(len(self.blocks) - 1)
+
+    def reached(self, block: int) -> None:
+        """The backward of `block` is about to begin: bring back what is needed within its lead of it."""
+        if self.watches_backward:
+            for frame in self._open:
+                frame.prefetch(block)
 
     def micro_step_ends(self) -> None:
         """A backward is over. What its graphs no longer hold is gone; what they still hold goes home."""

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazytrain_ds.errors import LazyTrainError
-from lazytrain_ds.planning.schema import TierName
+from lazytrain_ds.planning.schema import ChannelName, TierName
 
 if TYPE_CHECKING:
     from lazytrain_ds.runtime.activations.mover import Mover
@@ -172,9 +172,9 @@ class OffloadedStorage:
     source has not left and while a copy is back.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_back", "_departure", "_host", "_key", "_mover", "_source", "_started",
-                 "_ticket", "_uses", "_uses_left", "_weak_source", "block", "byte_count", "role", "state",
-                 "tier")  # fmt: skip
+    __slots__ = ("__weakref__", "_arrival", "_arrived", "_back", "_departure", "_host", "_key", "_last_copy", "_mover",
+                 "_source", "_started", "_ticket", "_uses", "_uses_left", "_weak_source", "block", "byte_count", "role",
+                 "state", "tier")  # fmt: skip
 
     def __init__(self, mover: Mover, tensor: torch.Tensor, block: int, role: str, tier: TierName) -> None:
         self.state = CLOSED  # until everything below is in place: __del__ must be safe
@@ -185,6 +185,8 @@ class OffloadedStorage:
         self._uses = self._uses_left = 0
         self._back: torch.Tensor | None = None
         self._arrival: Event | None = None
+        self._arrived: Event | None = None
+        self._last_copy: Event | None = None
         self._ticket: Any = None
         self._key: str | None = None
         self._host: torch.Tensor | None = None
@@ -197,7 +199,7 @@ class OffloadedStorage:
             )
             self._started = time.perf_counter()
             self._departure = mover.copy(
-                self._host[: self.byte_count], self._source, "d2h", "activation_offload", block
+                self._host[: self.byte_count], self._source, "d2h", "activation_offload", block, made=role == SAVED
             )
         except BaseException:
             mover.device.ledger.discharge(self.byte_count, "activations (leaving)")
@@ -223,7 +225,9 @@ class OffloadedStorage:
     def advance(self, block: bool = False) -> bool:
         """Move on as far as finished transfers allow; with `block`, wait for the present one. True when at rest."""
         if self.state == LEAVING and (block or self._departure.done()):
-            self._mover.wait_event(self._departure)
+            if block:
+                self._mover.wait_event(self._departure)
+            self._departure.wait()  # over; raises what went wrong
             self._source = None
             self._mover.device.ledger.discharge(self.byte_count, "activations (leaving)")
             self._mover.report("activation_offload", self.block, "d2h", self._started, self.byte_count)
@@ -234,7 +238,7 @@ class OffloadedStorage:
                 self._ticket = self._mover.store.write(self._key, self._host[: self.byte_count])
                 self.state = WRITING
         elif self.state == WRITING and (block or self._ticket.done()):
-            self._mover.wait_ticket(self._ticket, "nvme_write")
+            self._settle_ticket("nvme_write", block)
             self._mover.report("activation_offload", self.block, "nvme_write", self._started, self.byte_count)
             self._ticket = None
             if self._back is None and self._arrival is None:
@@ -242,15 +246,21 @@ class OffloadedStorage:
                 self._host = None
             self.state = AWAY
         elif self.state == READING and (block or self._ticket.done()):
-            self._mover.wait_ticket(self._ticket, "nvme_read")
+            self._settle_ticket("nvme_read", block)
             self._mover.report("activation_prefetch", self.block, "nvme_read", self._started, self.byte_count)
             self._ticket = None
             self.state = AWAY
             self._send(must=block)
         elif self.state == ARRIVING and (block or self._arrival.done()):
-            self._mover.compute_waits(self._arrival)
+            self._arrived = self._arrival  # compute waits for it when it asks for the bytes, not before
             self._landed()
         return self.state in (AWAY, CLOSED)
+
+    def _settle_ticket(self, channel: ChannelName, block: bool) -> None:
+        if block:
+            self._mover.wait_ticket(self._ticket, channel)
+        else:
+            self._ticket.wait()  # over; raises what went wrong
 
     # -- backward: back --------------------------------------------------------------------------------------------
     def fetch(self, must: bool = False) -> bool:
@@ -284,6 +294,7 @@ class OffloadedStorage:
         started = time.perf_counter()
         # The allocator may hand out memory that queued compute still uses: the copy waits for what was issued so far.
         self._arrival = self._mover.copy(back, self._host[: self.byte_count], "h2d", "activation_prefetch", self.block)
+        self._last_copy = self._arrival
         self._mover.prefetched(self.byte_count)
         if writing:  # an NVMe write that the backward overtook: it ends by itself
             self._mover.compute_waits(self._arrival)
@@ -299,8 +310,12 @@ class OffloadedStorage:
         self._mover.report("activation_prefetch", self.block, "h2d", self._started, self.byte_count)
         self._arrival = None
         self.state = AWAY
+        self._return_staging()
+
+    def _return_staging(self) -> None:
+        """The staging buffer of a read serves others once the copy out of it is over (no stream orders a disk)."""
         if self.tier == "nvme" and self._host is not None:
-            self._mover.give_host(self._host, self.tier)
+            self._mover.bury(self._last_copy, self._host, None, None, self.tier, None)
             self._host = None
 
     def obtain(self) -> torch.Tensor:
@@ -313,8 +328,10 @@ class OffloadedStorage:
                 self.advance(block=True)
         if self.state == ARRIVING:
             self.advance(block=True)
-        back = self._back
+        back, arrived, self._arrived = self._back, self._arrived, None
         assert back is not None
+        if arrived is not None:
+            self._mover.compute_waits(arrived)
         self._uses_left -= 1
         if self._uses_left <= 0:
             self.drop_copy()
@@ -332,9 +349,8 @@ class OffloadedStorage:
             self._mover.device.free(self._back, "activations (back)")
             self._back = None
             self._uses_left = self._uses
-        if self.tier == "nvme" and self.state == AWAY and self._host is not None:
-            self._mover.give_host(self._host, self.tier)
-            self._host = None
+        if self.state == AWAY:
+            self._return_staging()
 
     def close(self) -> None:
         """Give everything back; buffers that a transfer still uses follow when it ends."""
@@ -345,6 +361,8 @@ class OffloadedStorage:
         if self._back is not None:
             mover.device.free(self._back, "activations (back)")
         pending = self._departure if state == LEAVING else self._arrival if state == ARRIVING else self._ticket
+        if pending is None and self.tier == "nvme":
+            pending = self._last_copy
         if state == LEAVING:
             mover.device.ledger.discharge(self.byte_count, "activations (leaving)")
         mover.bury(pending, self._host, self._source, self._back, self.tier, self._key)

@@ -7,11 +7,12 @@ from deepspeed.accelerator import get_accelerator
 
 from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.errors import UnsupportedError
+from lazytrain_ds.hardware.emulation import Emulation
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.runtime.device.base import Device, DoneEvent, Event, HostEvent
 from lazytrain_ds.runtime.device.cpu import CpuDevice
 from lazytrain_ds.runtime.device.cuda import CudaDevice
-from lazytrain_ds.runtime.device.emulated import EmulatedDevice, Emulation
+from lazytrain_ds.runtime.device.emulated import EmulatedDevice
 
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "make_device"]
 

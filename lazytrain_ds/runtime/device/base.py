@@ -3,23 +3,39 @@
 Invariants every back end keeps:
 * copies on one channel complete in the order they were issued; different channels run at once;
 * `copy_async` reads its source and writes its target only after every event in `after` is done;
-* nothing here waits on the host except `Event.wait` and `synchronize`.
+* nothing here waits on the host except `Event.wait`, `host_waits` and `synchronize`.
+
+A device may also play its own speed (`emulated.py`): then it is told which plan is in force, when a block is visited
+and when host work ends. Real devices ignore that.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 
 from lazytrain_ds.errors import DeviceMemoryError, format_bytes
+from lazytrain_ds.planning.instance import Instance
+from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.planning.timeline import TaskKind
 
 OnCopy = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 """`on_copy(kind, block, channel, start, end, bytes)`, from any thread; times are time.perf_counter()."""
+
+Throttle = Callable[[str, int, float], tuple[float, float] | None]
+"""`throttle(kind, bytes, started)`: called after each request to an NVMe store; sleeping makes the disk look slower. It
+returns when the request began and ended (None: as it did)."""
+
+OnWait = Callable[[float, float], None]
+"""`on_wait(end, seconds)`: compute stood still for `seconds` until `end` (perf_counter)."""
+
+OnVisit = Callable[[str, int, float, float], None]
+"""`on_visit(phase, block, start, end)`: compute used a block; times are time.perf_counter()."""
 
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger", "OutOfDeviceMemoryError"]
 
@@ -29,7 +45,9 @@ class OutOfDeviceMemoryError(DeviceMemoryError, torch.OutOfMemoryError):
 
 
 class Event(ABC):
-    """A point in the work of a channel or of a host thread."""
+    """A point in the work of a channel or of a host thread. `at`: when it happened (perf_counter), where known."""
+
+    at: float | None = None
 
     @abstractmethod
     def done(self) -> bool:
@@ -57,9 +75,10 @@ class HostEvent(Event):
         self._flag = threading.Event()
         self.error: BaseException | None = None
 
-    def set(self, error: BaseException | None = None) -> None:
-        """Mark as done; `error` is raised in whoever waits."""
+    def set(self, error: BaseException | None = None, at: float | None = None) -> None:
+        """Mark as done; `error` is raised in whoever waits. `at`: when it was done, if not just now."""
         self.error = error
+        self.at = time.perf_counter() if at is None else at
         self._flag.set()
 
     def done(self) -> bool:
@@ -82,7 +101,7 @@ class Ledger:
         self._peak_bytes = 0
 
     def charge(self, byte_count: int, purpose: str) -> None:
-        """Count `byte_count` more bytes; DeviceMemoryError (and nothing counted) if that exceeds the cap."""
+        """Count `byte_count` more; OutOfDeviceMemoryError (and nothing counted) if that exceeds the cap."""
         with self._lock:
             if self.cap_bytes is not None and self._live_bytes + byte_count > self.cap_bytes:
                 free = self.cap_bytes - self._live_bytes
@@ -101,6 +120,11 @@ class Ledger:
         with self._lock:
             self._by_purpose[purpose] = self._by_purpose.get(purpose, 0) - byte_count
             self._live_bytes -= byte_count
+
+    def touch(self, byte_count: int, purpose: str) -> None:
+        """Count bytes that are in use for a moment: they matter to the peak and to the cap."""
+        self.charge(byte_count, purpose)
+        self.discharge(byte_count, purpose)
 
     @property
     def live_bytes(self) -> int:
@@ -133,6 +157,9 @@ class Device(ABC):
         self.ledger = Ledger(cap_bytes)
         self.pin_memory = pin_memory
         self.on_copy: OnCopy | None = None
+        self.on_visit: OnVisit | None = None
+        self.throttle: Throttle | None = None
+        self.debug = False
 
     # -- memory ------------------------------------------------------------------------------------------------
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
@@ -183,16 +210,80 @@ class Device(ABC):
     def record(self) -> Event:
         """An event behind all compute issued so far by this thread."""
 
+    def record_entry(self) -> Event:
+        """An event behind the compute issued before the block under way: what made the block's input is over."""
+        return self.record()
+
     @abstractmethod
     def compute_waits(self, event: Event) -> float:
         """Later compute starts only after `event`. Returns the seconds the host was blocked (0 with real streams)."""
+
+    def waits(self, event: Event, report: OnWait) -> None:
+        """`compute_waits`, and `report(end, seconds)`, now or later, if compute had to wait."""
+        seconds = self.compute_waits(event)
+        if seconds:
+            report(time.perf_counter() if event.at is None else event.at, seconds)
+
+    def host_waits(self, event: Event) -> float:
+        """Neither the host nor later compute goes on before `event`. Returns the seconds that took."""
+        if event.done():
+            event.wait()  # raises the error of failed work
+            return 0.0
+        started = time.perf_counter()
+        event.wait()
+        return time.perf_counter() - started
 
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for all channels and all compute. Never called inside a step."""
 
-    def retire(self, tensor: torch.Tensor) -> None:  # noqa: B027 - a hook, not a duty
-        """A slot was given back: debug back ends fill it with NaN so that a late reader shows."""
+    # -- a device that plays its own speed ---------------------------------------------------------------------
+    def use_plan(self, instance: Instance, plan: Plan) -> None:  # noqa: B027 - hooks, not duties, from here on
+        """This plan is in force from now on."""
+
+    def visit_begins(self, phase: str, block: int) -> int:
+        """Compute starts to use a block (`forward`, `rerun`, `backward`), whose parameters are there.
+
+        Returns the bytes it needs for itself until it ends, as far as the ledger does not count them (0: unknown).
+        """
+        return 0
+
+    def visit_ends(self) -> tuple[float, float] | None:
+        """The visit's compute has been issued. (start, end) where that is known now; None where nothing is.
+
+        A device that only knows later says so in `times_later` and calls `on_visit` from `report_times`.
+        """
+        return None
+
+    times_later = False
+
+    def report_times(self) -> None:  # noqa: B027
+        """Report what ran on the device and has ended since the last call: copies, visits, waits. Never waits."""
+
+    def updates_begin(self) -> None:  # noqa: B027
+        """All gradients are in and the norm is known: updates are possible from now on."""
+
+    def update_ends(self, block: int, share: float, started: float) -> tuple[float, float]:
+        """`share` of a block's optimizer update, begun at `started`, has been computed. Returns its start and end."""
+        return started, time.perf_counter()
+
+    def updates_end(self, began: float) -> float:
+        """Compute has waited, since `began`, for all updates of a serial step. Returns for how many seconds."""
+        return time.perf_counter() - began
+
+    def addition_ends(self, numel: int, started: float) -> None:  # noqa: B027
+        """Gradients of `numel` elements, from `started` on, have been added in host memory."""
+
+    # -- ends --------------------------------------------------------------------------------------------------
+    def retire(self, tensor: torch.Tensor) -> Event | None:
+        """A slot was given back. With `debug` it is filled with NaN, so that a late reader shows.
+
+        Returns the event after which it may be written again, if that is not just the compute that read it.
+        """
+        if not self.debug or not tensor.is_floating_point():
+            return None
+        tensor.fill_(float("nan"))
+        return self.record()
 
     def close(self) -> None:  # noqa: B027
         """Stop threads; the device is not used afterwards."""

@@ -21,10 +21,10 @@ __all__ = ["Channel", "Ledger", "OnTransfer", "Operation", "Throttle", "Ticket",
 
 logger = logging.getLogger(__name__)
 
-Throttle = Callable[[Kind, int, float], None]
+Throttle = Callable[[Kind, int, float], tuple[float, float] | None]
 """`throttle(kind, request_bytes, started_seconds)`: called by the worker after each request and before it counts as
-done; sleeping here makes the disk look slower (`started_seconds` is time.perf_counter() at the request's start)."""
-
+done; sleeping here makes the disk look slower (`started_seconds` is time.perf_counter() at the request's start). It may
+return when the request began and ended on its own clock."""
 
 OnTransfer = Callable[[Kind, str, int, float, float], None]
 """`on_transfer(kind, key, disk_bytes, start_seconds, end_seconds)`: called by a worker after each transfer that went
@@ -69,6 +69,7 @@ class Ticket:
         self.disk_bytes = disk_bytes
         self.start_seconds: float | None = None
         self.end_seconds: float | None = None
+        self._played_end: float | None = None
         self._finished = threading.Event()
         self._error: SwapError | None = None
         self._observed = False
@@ -204,7 +205,7 @@ class Ledger:
     def _settle(self, operation: Operation) -> list[Operation]:
         ticket = operation.ticket
         operation.keep_alive = None
-        ticket.end_seconds = time.perf_counter()
+        ticket.end_seconds = time.perf_counter() if ticket._played_end is None else ticket._played_end
         if ticket.start_seconds is None:
             ticket.start_seconds = ticket.end_seconds
         ticket._error = operation.error
@@ -307,7 +308,7 @@ class Channel:
     def _step(self, operation: Operation, index: int, worker: Worker) -> None:
         ticket = operation.ticket
         started = time.perf_counter()
-        moved, failure = 0, None
+        moved, failure, ended = 0, None, None
         try:
             source = operation.source
             if source is not None and source.error is not None:
@@ -316,8 +317,9 @@ class Channel:
             elif operation.count:
                 moved = operation.perform(index, worker, self._backend)
                 throttle = self._ledger.throttle
-                if throttle is not None:
-                    throttle(ticket.kind, moved, started)
+                played = None if throttle is None else throttle(ticket.kind, moved, started)
+                if played is not None:
+                    started, ended = played
         except OSError as error:
             moved = getattr(error, "done_bytes", 0)
             failure = swap_error(
@@ -331,6 +333,8 @@ class Channel:
         with self._changed:
             if ticket.start_seconds is None or started < ticket.start_seconds:
                 ticket.start_seconds = started
+            if ended is not None:
+                ticket._played_end = max(ended, ticket._played_end or 0.0)
             operation.done_bytes += moved
             if failure is not None:
                 operation.fail(failure)
