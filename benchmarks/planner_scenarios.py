@@ -138,7 +138,10 @@ def load() -> dict[str, dict[str, Any]]:
     return json.loads(STORE.read_text()) if STORE.exists() else {}
 
 
-def _store(entries: dict[str, dict[str, Any]]) -> None:
+def keep(name: str, **values: Any) -> None:
+    """Put `values` into a stored entry (or make it) and write the file."""
+    entries = load()
+    entries[name] = {**entries.get(name, {}), **values}
     lines = [f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}" for name, entry in entries.items()]
     STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -176,11 +179,11 @@ def main() -> int:
             flush=True,
         )
         if options.command == "update":
-            entries = load()
             same = stored.get("digest") == digest(value)
             best = [x for x in (stored.get("best_seconds") if same else None, result.step_seconds) if x is not None]
             bounds = [x for x in (stored.get("bound_seconds") if same else None, result.bound_seconds) if x is not None]
-            entries[name] = dict(
+            keep(
+                name,
                 digest=digest(value),
                 spec=keywords,
                 best_seconds=min(best) if best else None,
@@ -189,7 +192,6 @@ def main() -> int:
                 rule_seconds=result.rule_seconds,
                 cpu_seconds=round(result.cpu_seconds, 2),
             )
-            _store(entries)
     print(f"{bad} scenario(s) failed" if bad else "all scenarios pass")
     return 1 if bad else 0
 

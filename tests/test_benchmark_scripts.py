@@ -38,7 +38,8 @@ def losses_of(engine: Any, count: int) -> list[float]:
     return losses
 
 
-def test_stock_fetch_under_emulation_is_stock_and_every_byte_crosses_the_link(ours):
+def trained_by_stock() -> list[float]:
+    """Checks stock's fetch under emulation; returns the emulated seconds of its steps."""
     steps = 3
     settings = executor.config(SETTING, "stock", "timed", "")
     with executor.engine_of(settings, recompute=True) as engine:
@@ -61,10 +62,16 @@ def test_stock_fetch_under_emulation_is_stock_and_every_byte_crosses_the_link(ou
     )
     assert min(seconds) >= max(compute, crossed / emulation.h2d)
     assert min(wall) >= 0.9 * min(seconds)
-    assert min(seconds) >= 0.97 * ours["played"]  # what our own plan of stock's rule takes: ours hides no less
+    return list(seconds)
 
 
-def test_a_contestant_is_measured_as_predicted(ours):
+def test_stock_fetch_under_emulation_is_stock_and_every_byte_crosses_the_link():
+    trained_by_stock()
+
+
+@pytest.mark.slow  # measures times within a few per cent: needs an idle machine
+def test_a_contestant_is_measured_as_predicted_and_hides_no_less_than_stock(ours):
+    assert min(trained_by_stock()) >= 0.97 * ours["played"]
     assert ours["played"] == pytest.approx(ours["predicted"], rel=0.1)
     assert ours["step"] >= 0.9 * ours["played"]
     assert ours["peak"] == pytest.approx(ours["predicted_peak"], rel=0.04)

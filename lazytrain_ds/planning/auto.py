@@ -6,6 +6,7 @@ program, solved again with memory held back until its plans fit the simulator, f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -30,8 +31,6 @@ _MODEL_NODES: Final = 50
 # The integer program solved for its bound.
 _BOUND_GAP: Final = 5e-4
 _BOUND_NODES: Final = 200
-# Up to how many times the gap asked for the model with positions, which adds half a percent at most, is of use.
-_WORTH_ASKING: Final = 5
 
 
 @dataclass
@@ -110,12 +109,12 @@ def plan_auto(
         candidate.bound_seconds = max(candidate.bound_seconds, whole.bound_seconds)
         found.bound_seconds = _least(options)
         good = found.bound_seconds * (1 + gap / 2)
-        starts = _Starts(candidate, placement or base, search, solver).collect(good)
+        if found.outcome.fits and candidate.bound_seconds >= found.outcome.step_seconds * (1 - gap / 2):
+            continue
+        limit = found.outcome.step_seconds if found.outcome.fits else float("inf")
+        starts = _Starts(candidate, placement or base, search, solver, limit).collect(good)
         chosen = _different(starts if placement is not None else [*starts, *own[:1]])
-        for index, (plan, outcome) in enumerate(chosen):
-            if search.left <= 0:
-                break
-            plan, outcome = search.improve(plan, good, search.left // (len(chosen) - index))
+        for plan, outcome in _improvements(search, chosen, good):
             found.offer(plan, outcome, "count model, arranged and improved")
             if outcome.fits and outcome.step_seconds <= good:
                 return found
@@ -131,6 +130,17 @@ def plan_auto(
     return found
 
 
+def _improvements(search: Search, starts: list[tuple[Plan, Outcome]], good: float) -> Iterator[tuple[Plan, Outcome]]:
+    """Every start improved with its part of half the simulations left; the one that did best with the others too."""
+    part = search.left // (2 * len(starts)) if len(starts) > 1 else search.left
+    improved: list[tuple[Plan, Outcome]] = []
+    for plan, _ in starts:
+        improved.append(search.improve(plan, good, part))
+        yield improved[-1]
+    if search.left > 0:
+        yield search.improve(min(improved, key=_merit)[0], good)
+
+
 def _least(options: list[Candidate]) -> float:
     return min(candidate.bound_seconds for candidate in options)
 
@@ -138,7 +148,7 @@ def _least(options: list[Candidate]) -> float:
 def _raise_bound(found: Found, options: list[Candidate], gap: float) -> None:
     """Ask the model with positions about the candidates that hold the bound down, until the plan is near enough."""
     asked: set[int] = set()
-    while options and found.outcome.fits and gap < found.gap < _WORTH_ASKING * gap:
+    while options and found.outcome.fits and found.gap > gap:
         index = min(range(len(options)), key=lambda i: options[i].bound_seconds)
         if index in asked:
             break
@@ -160,13 +170,14 @@ _IMPROVED: Final = 3
 
 
 class _Starts:
-    """Arranged solutions of one candidate's count model."""
+    """Arranged solutions of one candidate's count model; counts whose plans all take `limit` seconds are left out."""
 
-    def __init__(self, candidate: Candidate, base: Plan, search: Search, solver: str) -> None:
+    def __init__(self, candidate: Candidate, base: Plan, search: Search, solver: str, limit: float) -> None:
         self._relaxation = candidate.relaxation
         self._base = base
         self._search = search
         self._solver = solver
+        self._limit = limit
         self.pool: list[tuple[Plan, Outcome]] = []
         self._relaxations: dict[int, Relaxation] = {}
         self._tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
@@ -216,12 +227,16 @@ class _Starts:
             if key in self._tried:
                 break
             self._tried.add(key)
+            if model.relaxation.least_seconds(solution.counts) >= self._limit:
+                break
             results: list[tuple[Outcome, Order]] = []
             for order, plan in arrange(self._relaxation, solution.counts, base, orders):
                 outcome = self._search.evaluate(plan)
                 if outcome is None:
                     break
                 self.pool.append((plan, outcome))
+                if outcome.fits:
+                    self._limit = min(self._limit, outcome.step_seconds)
                 results.append((outcome, order))
             results.sort(key=lambda item: (item[0].excess, item[0].step_seconds))
             found += [outcome for outcome, _ in results[:1]]
@@ -236,14 +251,18 @@ class _Starts:
 
 
 def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:
-    """The best starts, at most one of each length of step; without one that fits, the one that exceeds least."""
+    """The best start of each prefetch lead; without one that fits, the one that exceeds least."""
     result: list[tuple[Plan, Outcome]] = []
     for plan, outcome in sorted(pool, key=_merit):
         if result and (len(result) == _IMPROVED or not outcome.fits):
             break
-        if all(other.step_seconds != outcome.step_seconds for _, other in result):
+        if all(_lead(other) != _lead(plan) for other, _ in result):
             result.append((plan, outcome))
     return result
+
+
+def _lead(plan: Plan) -> int:
+    return plan.blocks[0].parameter_lead
 
 
 def _merit(item: tuple[Plan, Outcome]) -> tuple[int, float]:

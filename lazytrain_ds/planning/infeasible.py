@@ -57,7 +57,13 @@ class Diagnosis:
         if helps:
             parts.append("one larger cap is enough, the others as they are: " + " or ".join(helps))
         else:
-            parts.append("no single larger cap is enough")
+            capacity = {report.tier: report.have_bytes for report in self.caps}
+            together = [
+                f"{tier} {format_bytes(capacity[tier] + need - have)} instead of {format_bytes(capacity[tier])}"
+                for tier, need, have in self.shortages
+                if tier in capacity
+            ]
+            parts.append("no single larger cap is enough" + (": " if together else "") + " and ".join(together))
         if self.largest_micro_batch is not None:
             parts.append(f"the largest micro-batch that fits is {self.largest_micro_batch}")
         elif len(self.nearest.blocks):

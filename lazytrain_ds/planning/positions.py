@@ -60,6 +60,9 @@ class PositionModel(CountModel):
         self.share: list[dict[Key, mathopt.Variable]] = []
         self._shares()
         self._blocks = [self._describe(block) for block in range(relaxation.instance.block_count)]
+        self._recomputed = [
+            self._named(f"recomputed_{b}", self._sum(block.recomputed)) for b, block in enumerate(self._blocks)
+        ]
         self._drops()
         lead = relaxation.instance.allowed.longest_lead
         self._window = lead
@@ -189,13 +192,12 @@ class PositionModel(CountModel):
         """A dropped boundary follows a block that keeps its boundary only, and not too many in a row."""
         longest = self.relaxation.instance.allowed.longest_segment
         n = len(self._blocks)
-        drops = [self._sum(block.dropped) for block in self._blocks]
         if not any(block.dropped for block in self._blocks):
             return
+        drops = [self._named(f"dropped_{b}", self._sum(block.dropped)) for b, block in enumerate(self._blocks)]
         for index in range(1, n):
             if self._blocks[index].dropped:
-                before = self._sum(self._blocks[index - 1].recomputed)
-                self.model.add_linear_constraint(drops[index] - before <= 0.0)
+                self.model.add_linear_constraint(drops[index] - self._recomputed[index - 1] <= 0.0)
             if index >= longest:
                 window = mathopt.fast_sum(drops[index - longest + 1 : index + 1])
                 self.model.add_linear_constraint(window <= longest - 1.0)
@@ -203,6 +205,12 @@ class PositionModel(CountModel):
     @staticmethod
     def _sum(terms: Terms, unit: float = 1.0) -> mathopt.LinearSum:
         return mathopt.fast_sum([(value / unit) * variable for variable, value in terms if value] or [0.0])
+
+    def _named(self, name: str, value: Linear) -> mathopt.Variable:
+        """A variable equal to `value`: what many rows name is spelled out once."""
+        variable = self.model.add_variable(lb=0.0, name=name)
+        self.model.add_linear_constraint(variable - value == 0.0)
+        return variable
 
     # ---- one micro-step
 
@@ -232,28 +240,29 @@ class PositionModel(CountModel):
         add(self.phase_seconds[names[1]] - end[2 * n - 1] + end[n - 1] == 0.0)
         # Re-runs: by the end of a backward all those of blocks behind it are through.
         if any(block.dropped for block in blocks):
-            total: list[Linear] = []
+            total: Linear = 0.0
             for p in range(n, 2 * n):
                 b = visits[p][1]
-                total.append(duration[p])
+                total = total + duration[p]
                 if b and blocks[b].dropped:
-                    total.append((costs.blocks[b - 1].forward_seconds / scale) * self._sum(blocks[b].dropped))
-                    add(end[p] - end[n - 1] - mathopt.fast_sum(total) >= 0.0)
+                    again = (costs.blocks[b - 1].forward_seconds / scale) * self._sum(blocks[b].dropped)
+                    total = self._named(f"{kind}_through_{p}", total + again)
+                    add(end[p] - end[n - 1] - total >= 0.0)
         # To the device: what was moved ahead, at the end of each visit.
-        needs: list[mathopt.LinearSum] = []
-        reads: list[mathopt.LinearSum] = []
-        farther: list[mathopt.LinearSum] = []
+        needs: list[Linear] = []
+        reads: list[Linear] = []
+        farther: list[Linear] = []
         for visit, b in visits:
             block = blocks[b]
             if visit == "forward":
                 needs.append(self._sum(block.first_fetch if first else block.fetch, scale))
                 reads.append(self._sum(block.read, scale))
-                farther.append(self._sum([]))
+                farther.append(0.0)
             else:
                 needs.append(self._sum([*block.back, *block.again], scale))
                 reads.append(self._sum([*block.back_read, *block.again_read], scale))
                 most = max((value for _, value in (*block.back, *block.again)), default=0.0)
-                farther.append(self._sum(block.recomputed) * (3 * most / scale))
+                farther.append((3 * most / scale) * self._recomputed[b])
         ahead = self._ahead(kind, "h2d", needs, farther, before, end)
         if any(block.read or block.back_read for block in blocks):
             self._ahead(kind, "read", reads, farther, before, end)
@@ -264,8 +273,8 @@ class PositionModel(CountModel):
         self,
         kind: str,
         name: str,
-        needs: list[mathopt.LinearSum],
-        farther: list[mathopt.LinearSum],
+        needs: list[Linear],
+        farther: list[Linear],
         before: list[Linear],
         end: list[mathopt.Variable],
     ) -> list[Linear]:
@@ -273,6 +282,7 @@ class PositionModel(CountModel):
         model, lead = self.model, self._window
         longest = self.relaxation.instance.allowed.longest_segment
         count = len(needs)
+        needs = [self._named(f"{kind}_{name}_need_{p}", need) for p, need in enumerate(needs)]
         result: list[Linear] = [model.add_variable(lb=0.0, name=f"{kind}_{name}_{p}") for p in range(count)]
         for p in range(count):
             held = result[p - 1] if p else 0.0
@@ -288,7 +298,7 @@ class PositionModel(CountModel):
         n = len(blocks)
         begin = model.add_variable(lb=0.0, name="begin")
         self.gradient_in = model.add_variable(lb=0.0, name="gradient_in")
-        device = mathopt.fast_sum(self._sum(block.device_step, scale) for block in blocks)
+        device = self._named("device_steps", mathopt.fast_sum(self._sum(block.device_step, scale) for block in blocks))
         add(begin - device >= 0.0)
         trainable = [b for b in range(n) if costs.blocks[b].trainable and costs.blocks[b].parameter_bytes]
         if not trainable:
@@ -307,13 +317,14 @@ class PositionModel(CountModel):
         updated: Linear = self.gradient_in
         read: Linear = self.gradient_in
         link: Linear = 0.0
-        reads: list[Linear] = []
+        reads: Linear = 0.0
         for b in range(n):
             block = blocks[b]
             start = end[b] - duration[b]
             if block.read or block.state_read:
-                reads += [self._sum(block.read, scale), self._sum(block.state_read, scale)]
-                add(start - mathopt.fast_sum(reads) >= 0.0)
+                own = self._sum([*block.read, *block.state_read], scale)
+                reads = self._named(f"read_until_{b}", reads + own)
+                add(start - reads >= 0.0)
             if b < trainable[0]:
                 continue
             if whole:
@@ -386,6 +397,7 @@ class PositionModel(CountModel):
                 used = base + (kept[b - 1] if b else 0.0)
                 used = used + self._sum([*block.on_device, *block.extra], unit)
                 used = used + (numbers.transient_backward_bytes + numbers.gradient_bytes) / unit
+            used = self._named(f"{kind}_used_{p}", used)
             for tail in (left, 0.0):
                 for coming in (flown, 0.0):
                     add(used + tail + coming <= cap)

@@ -99,9 +99,9 @@ class Search:
         outcome = self.evaluate(plan) or self.simulator.run(plan)
         attempts = (
             self._whole_plan,
-            self._exchanges,
             self._block_moves,
             self._pairs,
+            self._exchanges,
             self._lead_moves,
             self._swaps,
         )

@@ -48,6 +48,9 @@ CAPS = {
     ("llama-tied", "bf16"): "18MB",
 }
 PAIRS = [(name, dtype) for name in ("gpt", "llama", "llama-tied") for dtype in ("fp32", "bf16")]
+# A third of them is left to `-m slow`; random plans cover all six every time.
+SLOW_PAIRS = {("llama", "bf16"), ("llama-tied", "fp32")}
+MOST_PAIRS = [pytest.param(*pair, marks=[pytest.mark.slow] if pair in SLOW_PAIRS else []) for pair in PAIRS]
 ALL = os.environ.get("LAZYTRAIN_ALL_PLANS") == "1"
 
 
@@ -82,7 +85,7 @@ def check_random(name: str, dtype: str, seed: int, directory: Path) -> None:
     result.assert_identical(expected)
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@pytest.mark.parametrize(("name", "dtype"), MOST_PAIRS)
 @pytest.mark.parametrize("rule", ["checkpoint_all_host", "megatrain"])
 def test_rules_are_bit_identical(name, dtype, rule):
     result, plan, _ = execute(name, dtype, rule_block(rule))
@@ -90,14 +93,14 @@ def test_rules_are_bit_identical(name, dtype, rule):
     result.assert_identical(reference(name, dtype)[0])
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@pytest.mark.parametrize(("name", "dtype"), MOST_PAIRS)
 def test_the_published_activation_program_is_bit_identical(name, dtype):
     result, plan, _ = execute(name, dtype, rule_block("paper"))
     assert plan.origin == "paper"
     result.assert_identical(reference(name, dtype)[0])
 
 
-@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+@pytest.mark.parametrize(("name", "dtype"), MOST_PAIRS)
 def test_the_planners_choice_under_a_cap_is_bit_identical_and_within_the_cap(name, dtype):
     result, plan, instance = execute(name, dtype, {"device_memory": CAPS[name, dtype]})
     choices = {block.choice for block in plan.blocks}
@@ -141,7 +144,7 @@ def accumulated(name: str) -> tuple[Result, Instance]:
     return result, seen[0]
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_accumulation(name, tmp_path):
     expected, instance = accumulated(name)
     assert instance.rounds(2) == 4
@@ -153,7 +156,7 @@ def test_accumulation(name, tmp_path):
     run_plain(MODELS[name], stock, tokens(8)).assert_close(expected)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_evaluation_in_between_changes_nothing(name, tmp_path):
     """Another shape, without gradient, between forward and backward and inside an accumulation."""
     expected, instance = accumulated(name)
@@ -253,7 +256,9 @@ def wide_llama() -> Any:
     return llama(width=512, blocks=3)
 
 
-@pytest.mark.parametrize("make", [wide_gpt, wide_llama], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "make", [pytest.param(wide_gpt, id="gpt"), pytest.param(wide_llama, id="llama", marks=pytest.mark.slow)]
+)
 def test_activations_on_nvme(make, tmp_path):
     seen: list[Instance] = []
     swap = tmp_path / "swap"

@@ -1,3 +1,6 @@
+import re
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.planner_instances import instance as big_instance
@@ -31,6 +34,17 @@ def test_the_message_has_need_have_and_what_to_do():
     ) as caught:
         solve(with_caps(FITTING, device=12))
     assert caught.value.shortages[0][0] == "device"
+
+
+def test_caps_that_must_rise_together_are_named_and_a_plan_fits_there():
+    on_host = replace(FITTING, allowed=replace(FITTING.allowed, optimizer_tiers=("host",)))
+    instance = with_caps(on_host, device=12, host=5, nvme=0)
+    with pytest.raises(InfeasibleError, match="no single larger cap is enough: ") as caught:
+        solve(instance)
+    together = str(caught.value).split("no single larger cap is enough: ")[1].split(";")[0]
+    caps = {tier: int(need) for tier, need in re.findall(r"(device|host|nvme) (\d+) B instead of", together)}
+    assert set(caps) == {"device", "host"}
+    solve(with_caps(on_host, **{"nvme": 0, **caps}))
 
 
 def test_the_largest_micro_batch_that_fits():

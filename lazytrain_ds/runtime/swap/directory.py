@@ -25,6 +25,7 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -389,43 +390,34 @@ def _lock_if_orphaned(root: Path) -> int | None:
         return None
 
 
-def find_orphans(path: str | os.PathLike[str]) -> list[OrphanedSwap]:
-    """Swap directories under `path` (an `nvme_path`, or one swap directory) that no live run owns. Removes nothing."""
-    orphans = []
+def _orphans(path: str | os.PathLike[str]) -> Iterator[tuple[Path, dict[str, Any], str]]:
+    """(root, manifest, owner) of each orphan below `path`, locked while the caller looks at it."""
     for root in _candidates(path):
         descriptor = _lock_if_orphaned(root)
         if descriptor is None:
             continue
         try:
             manifest = _read_manifest(root)
-            if manifest is None:
-                continue
-            sizes = [
-                os.lstat(root / name).st_blocks * 512
-                for name in os.listdir(root)
-                if _swap_file(manifest["token"], name)
-            ]
-            orphans.append(OrphanedSwap(root, len(sizes), sum(sizes), _describe_owner(_read_json(root / _LOCK))))
+            if manifest is not None:
+                yield root, manifest, _describe_owner(_read_json(root / _LOCK))
         finally:
             os.close(descriptor)
-    return orphans
+
+
+def find_orphans(path: str | os.PathLike[str]) -> list[OrphanedSwap]:
+    """Swap directories under `path` (an `nvme_path`, or one swap directory) that no live run owns. Removes nothing."""
+    found = []
+    for root, manifest, owner in _orphans(path):
+        names = [name for name in os.listdir(root) if _swap_file(manifest["token"], name)]
+        size_bytes = sum(os.lstat(root / name).st_blocks * 512 for name in names)
+        found.append(OrphanedSwap(root, len(names), size_bytes, owner))
+    return found
 
 
 def remove_orphans(path: str | os.PathLike[str]) -> list[OrphanedSwap]:
     """Remove what `find_orphans` finds, holding each directory's lock meanwhile. Returns what was removed."""
     removed = []
-    for root in _candidates(path):
-        descriptor = _lock_if_orphaned(root)
-        if descriptor is None:
-            continue
-        try:
-            manifest = _read_manifest(root)
-            if manifest is None:
-                continue
-            owner = _describe_owner(_read_json(root / _LOCK))
-            created = manifest.get("created", [])
-            files, freed = _sweep(root, manifest["token"], [str(item) for item in created])
-            removed.append(OrphanedSwap(root, files, freed, owner))
-        finally:
-            os.close(descriptor)
+    for root, manifest, owner in _orphans(path):
+        files, freed = _sweep(root, manifest["token"], [str(item) for item in manifest.get("created", [])])
+        removed.append(OrphanedSwap(root, files, freed, owner))
     return removed
