@@ -365,8 +365,6 @@ class CountModel:
     ) -> CountSolution:
         """Solve to `gap` or `node_limit`. Raises PlanError where the solver fails (infeasible is a status)."""
         parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, node_limit=node_limit)
-        if not self.relaxed:
-            parameters.cuts = parameters.heuristics = mathopt.Emphasis.LOW
         model_parameters = mathopt.ModelSolveParameters()
         if hint is not None and solver != "highs":
             values = {self.variables[key]: value for key, value in hint.items() if key in self.variables}
@@ -399,6 +397,9 @@ class CountModel:
             names = (solver, "scip") if solver == "highs" else (solver,)
         failure: Exception | None = None
         for name in names:
+            # HiGHS refuses these parameters.
+            effort = mathopt.Emphasis.LOW if name == "scip" and not self.relaxed else None
+            parameters.cuts = parameters.heuristics = effort
             try:
                 return mathopt.solve(self.model, solver_type(name), params=parameters, model_params=model_parameters)
             except (AttributeError, RuntimeError, ValueError) as error:

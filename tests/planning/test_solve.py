@@ -1,9 +1,13 @@
 import pytest
+from ortools.math_opt.python import mathopt
 
 from benchmarks.planner_instances import instance as big_instance
 from benchmarks.planner_instances import with_caps
 from lazytrain_ds.errors import InfeasibleError, PlanError
+from lazytrain_ds.planning.milp import SOLVERS, CountModel
+from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.rules import checkpoint_all
+from lazytrain_ds.planning.simulator import Simulator
 from lazytrain_ds.planning.solve import activation_ladder, solve
 
 INSTANCE = big_instance("0.5B", "rtx3090", rounds_of_first=2, device_bytes=10 * 10**9)
@@ -56,3 +60,19 @@ def test_an_unknown_kind_or_solver_is_named():
         solve(INSTANCE, kind="paper", solver="cp_sat")
     with pytest.raises(PlanError, match="unknown solver 'cplex'"):
         solve(INSTANCE, kind="paper", solver="cplex")
+
+
+@pytest.mark.parametrize("relaxed", (False, True))
+@pytest.mark.parametrize("name", ("highs", "scip"))
+def test_a_named_solver_is_the_one_that_solves(name, relaxed, monkeypatch):
+    used = []
+    original = mathopt.solve
+
+    def noted(model, kind, **rest):
+        used.append(kind)
+        return original(model, kind, **rest)
+
+    monkeypatch.setattr(mathopt, "solve", noted)
+    relaxation = Relaxation(INSTANCE, Simulator(INSTANCE).costs(INSTANCE.micro_batches[0]), "hidden")
+    assert CountModel(relaxation, relaxed=relaxed).solve(solver=name).counts is not None
+    assert used == [SOLVERS[name]]
