@@ -30,6 +30,8 @@ _PAIRS: Final = 24
 
 # Up to this many blocks all pairs of changes are tried, not the model's favourites only.
 _FEW_BLOCKS: Final = 8
+# Three changes at once are tried where there are at most so many.
+_TRIPLES: Final = 20_000
 # Moves on either side of a pair.
 _HALVES: Final = 16
 
@@ -104,6 +106,7 @@ class Search:
             self._exchanges,
             self._lead_moves,
             self._swaps,
+            self._all_triples,
         )
         stuck = 0
         position = 0
@@ -295,21 +298,54 @@ class Search:
 
     def _all_pairs(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
         """On a short model: any two changes of one block each."""
+        changes = self._changes(plan)
+        for index, (block, aspect, target) in enumerate(changes):
+            half = self.space.moved(plan, [block], aspect, target)
+            found = self._first_gain(half, changes[index + 1 :], outcome)
+            if found is not None:
+                return found
+        return None
+
+    def _all_triples(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
+        """On a short model: activation and parameters of one block together, and any change of another block."""
+        if plan.block_count > _FEW_BLOCKS:
+            return None
+        changes = self._changes(plan)
+        doubles = [
+            (block, activation, parameters)
+            for block, aspect, activation in changes
+            for same, other, parameters in changes
+            if aspect == "activation" and other == "parameters" and same == block
+        ]
+        if len(doubles) * len(changes) > _TRIPLES:
+            return None
+        for block, activation, parameters in doubles:
+            half = self.space.moved(plan, [block], "activation", activation)
+            both = self.space.moved(half, [block], "parameters", parameters)
+            found = self._first_gain(both, [change for change in changes if change[0] != block], outcome)
+            if found is not None:
+                return found
+        return None
+
+    def _changes(self, plan: Plan) -> list[tuple[int, Aspect, Any]]:
+        """(block, aspect, new value): every change of one block."""
         aspects = (*self.freedom.aspects, *self.freedom.leads)
-        changes = [
+        return [
             (block, aspect, target)
             for name, aspect, source, target in self.space.pairs(plan, aspects)
             for block in self.space.holders(plan, name, aspect)[source]
         ]
-        for index, (block, aspect, target) in enumerate(changes):
-            half = self.space.moved(plan, [block], aspect, target)
-            for other, second, value in changes[index + 1 :]:
-                if self.left <= 0:
-                    return None
-                candidate = self.space.moved(half, [other], second, value)
-                result = self._try(candidate, outcome)
-                if result is not None:
-                    return candidate, result
+
+    def _first_gain(
+        self, plan: Plan, changes: list[tuple[int, Aspect, Any]], outcome: Outcome
+    ) -> tuple[Plan, Outcome] | None:
+        for block, aspect, value in changes:
+            if self.left <= 0:
+                return None
+            candidate = self.space.moved(plan, [block], aspect, value)
+            result = self._try(candidate, outcome)
+            if result is not None:
+                return candidate, result
         return None
 
     def _swaps(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
