@@ -158,7 +158,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         """A visit begins: the one before ends, and what the policy says is issued."""
         if self._visit == (phase, block):
             return
-        self._leave()
+        self._leave(more_backward=phase != "forward")
         if block == self._deferred:
             self._deferred = None
         self._visit = (phase, block)
@@ -195,8 +195,11 @@ class LazyCoordinator(PartitionedParameterCoordinator):
             if own_bytes and self.on_memory is not None:
                 self.on_memory(self.device.ledger.live_bytes + own_bytes)
 
-    def _leave(self) -> None:
-        """The visit under way ends: blocks not held until their next use are released."""
+    def _leave(self, more_backward: bool = False) -> None:
+        """The visit under way ends: blocks not held until their next use are released.
+
+        `more_backward`: another block's backward comes next, so this one was not the last.
+        """
         if self._visit is None:
             return
         phase, block = self._visit
@@ -209,7 +212,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         self._action = BlockAction()
         for unit in gone:
             self.store.blocks[unit].in_use = False
-            if phase == "backward" and unit > 0:
+            if phase == "backward" and (unit > 0 or more_backward):
                 self._let_outlast(unit)
             if phase == "forward" and not self._training_pass:
                 self._kept.offer(unit, self.policy)
@@ -230,7 +233,8 @@ class LazyCoordinator(PartitionedParameterCoordinator):
         """What a module around the blocks uses of `unit` gets a copy of its own until this backward ends.
 
         Such a parameter may have been used before the first block, so that its gradient is accumulated, with the full
-        shape, after everything else. Block 0 needs no care: its own visit comes last.
+        shape, after everything else; or after the last block, so that its saved value is used before any other visit.
+        Block 0 needs no care at its last visit; its first may be that of the model's own parameters, before the head's.
         """
         for module in self._containers:
             for parameter in iter_params(module, recurse=False):
