@@ -227,8 +227,10 @@ def test_when_the_ladder_ends_need_and_have_are_named(tmp_path):
     run(
         {**rule_block("keep_all"), "device": EMULATED}, look=lambda engine: plans.append(engine.lazytrain_plan), steps=1
     )
-    with pytest.raises(DeviceMemoryError, match=r"no safer plan is left: this one needs .*B by its .* 20 kB are there"):
-        run(plan_block(plans[0], tmp_path, **emulated(20_000)), steps=1)
+    with pytest.raises(
+        DeviceMemoryError, match=r"no safer plan is left: this one needs .*B by its .* 160 kB are there"
+    ):
+        run(plan_block(plans[0], tmp_path, **emulated(160_000)), steps=1)
 
 
 # -- where it cannot run again -------------------------------------------------------------------------------------

@@ -245,9 +245,11 @@ def test_u79_an_exception_that_the_user_catches_leaves_nothing_behind(rule, wher
             one_step(engine, calls[1])
         engine.module.where = ""
         engine.optimizer.drain()
+        engine.optimizer._lt_store.trim_slots()  # idle ones stay until the next visit of a block; nothing else does
         assert ledger.live_bytes <= between
         assert engine._lt_activations.mover.bytes_in_use == {"host": 0, "staging": 0}
         losses = [one_step(engine, call) for call in calls[1:]]
+        assert ledger.live_bytes <= between
         weights = full_parameters(engine)
     assert all(torch.isfinite(loss) for loss in losses)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
