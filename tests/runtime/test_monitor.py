@@ -76,6 +76,7 @@ def test_a_hidden_step_runs_while_compute_does_and_a_serial_one_does_not(monkeyp
     assert hidden[0] > 0.0
 
 
+@pytest.mark.slow  # a measurement near its limit: needs an idle machine
 def test_it_costs_the_training_thread_at_most_one_percent_of_its_time():
     """Reports are counted in a run and timed one by one outside it: what they add up to is noise in the run itself."""
     from lazytrain_ds.runtime.monitor import Monitor
