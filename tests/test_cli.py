@@ -92,6 +92,7 @@ def test_micro_batch_auto_keeps_the_global_batch(files, tmp_path, capsys):
     assert "largest micro-batch that fits: 8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_largest_batch_is_what_trying_each_gives(files, tmp_path):
     spec = preset("h100-sxm", host_memory_bytes=10**9)
     config = question.read_config_file(files[0])
