@@ -15,8 +15,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lazytrain_ds import errors
-from lazytrain_ds.config import EXCLUDED, LIMITS, PREFIXED_LIMITS, RULES, TIERS, ZERO, LazyTrainConfig
+from lazytrain_ds.config import EXCLUDED, RULES, TIERS, ZERO, LazyTrainConfig
 from lazytrain_ds.errors import LazyTrainError
+from lazytrain_ds.rewrite import LIMITS, PREFIXED_LIMITS
 
 __all__ = ["ERRORS", "KEYS", "KeyHelp", "render"]
 

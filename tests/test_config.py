@@ -22,9 +22,9 @@ from lazytrain_ds.config import (
     require_resolved,
     require_stage_3,
     require_top_level,
-    rewrite,
 )
 from lazytrain_ds.errors import ConfigError, UnsupportedError
+from lazytrain_ds.rewrite import rewrite
 
 # DESIGN.md section 4, "The block's keys"
 KEYS = [

@@ -10,8 +10,9 @@ import pytest
 
 from lazytrain_ds import cli
 from lazytrain_ds.commands.convert import convert
-from lazytrain_ds.config import find_block, rewrite
+from lazytrain_ds.config import find_block
 from lazytrain_ds.errors import ConfigError
+from lazytrain_ds.rewrite import rewrite
 
 CPU = {"device": "cpu", "pin_memory": True}
 AUTO_BATCH = dict.fromkeys(

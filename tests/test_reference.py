@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lazytrain_ds import errors, reference
-from lazytrain_ds.config import EXCLUDED, LIMITS, LazyTrainConfig
+from lazytrain_ds.config import EXCLUDED, LazyTrainConfig
+from lazytrain_ds.rewrite import LIMITS
 
 
 @pytest.mark.parametrize("name", ["config.md", "errors.md"])

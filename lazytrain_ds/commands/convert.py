@@ -1,6 +1,6 @@
 """`lazytrain convert`: an existing DeepSpeed config with a `"lazytrain"` block, and line by line what changed and why.
 
-Needs neither torch nor DeepSpeed. Says the same as a run does when it replaces keys (`config.rewrite`), but before.
+Needs neither torch nor DeepSpeed. Says the same as a run does when it replaces keys (`rewrite`), but before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from lazytrain_ds.config import (
     AUTO,
     BLOCK,
     EXCLUDED,
-    LIMITS,
-    PREFIXED_LIMITS,
     ZERO,
     find_block,
     misspelt_keys,
@@ -27,6 +25,7 @@ from lazytrain_ds.config import (
 )
 from lazytrain_ds.errors import ConfigError
 from lazytrain_ds.report.screen import screen, table, write_json
+from lazytrain_ds.rewrite import LIMITS, PREFIXED_LIMITS
 
 __all__ = ["Line", "convert", "run"]
 

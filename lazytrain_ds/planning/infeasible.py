@@ -35,19 +35,29 @@ class CapReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`shortages`: (tier, need, have) of the nearest plan. `largest_micro_batch`: None where none fits."""
+    """`shortages`: (tier, need, have) of the nearest plan. `largest_micro_batch`: None where none fits.
+
+    `written_bytes`: (need, have) of the nearest plan's writes to NVMe per step where they are over the write budget,
+    which is one of the `shortages` then.
+    """
 
     shortages: tuple[tuple[TierName, int, int], ...]
     caps: tuple[CapReport, ...]
     largest_micro_batch: int | None
     nearest: Plan
+    written_bytes: tuple[int, int] | None = None
 
     def text(self) -> str:
         """What is short, by how much, and what to do, in one paragraph."""
-        short = "; ".join(
+        capacities = [item for item in self.shortages if item[1:] != self.written_bytes]
+        lines = [
             f"{tier}: needs {format_bytes(need)}, has {format_bytes(have)} ({format_bytes(need - have)} short)"
-            for tier, need, have in self.shortages
-        )
+            for tier, need, have in capacities
+        ]
+        if self.written_bytes is not None:
+            need, have = map(format_bytes, self.written_bytes)
+            lines.append(f"nvme_write_budget: {need} are written in a step, and the budget is {have}")
+        short = "; ".join(lines)
         helps = [
             f"{report.tier} {format_bytes(report.need_bytes)} instead of {format_bytes(report.have_bytes)}"
             for report in self.caps
@@ -60,7 +70,7 @@ class Diagnosis:
             capacity = {report.tier: report.have_bytes for report in self.caps}
             together = [
                 f"{tier} {format_bytes(capacity[tier] + need - have)} instead of {format_bytes(capacity[tier])}"
-                for tier, need, have in self.shortages
+                for tier, need, have in capacities
                 if tier in capacity
             ]
             parts.append("no single larger cap is enough" + (": " if together else "") + " and ".join(together))
@@ -157,4 +167,7 @@ def diagnose(instance: Instance, *, budget: int = _BUDGET) -> Diagnosis:
         if found.fits:
             largest = micro_batch
             break
-    return Diagnosis(outcome.shortages, caps, largest, nearest)
+    budget_bytes = instance.nvme_write_budget_bytes_per_step
+    written = outcome.nvme_written_bytes
+    over = budget_bytes is not None and written > budget_bytes
+    return Diagnosis(outcome.shortages, caps, largest, nearest, (written, budget_bytes or 0) if over else None)

@@ -141,6 +141,25 @@ class GradientStore:
         """Those of `parameters` that got no gradient in this step."""
         return [parameter for parameter in parameters if parameter.ds_id not in self.fresh]
 
+    def spans(self, parameters: Sequence[Parameter]) -> tuple[tuple[int, int], ...] | None:
+        """(offset, numel) of runs of `parameters` that got a gradient, in elements; None when all did.
+
+        The others are skipped, as plain PyTorch does.
+        """
+        if not self.missing(parameters):
+            return None
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for parameter in parameters:
+            numel = parameter.partition_numel()
+            if parameter.ds_id in self.fresh:
+                if spans and sum(spans[-1]) == at:
+                    spans[-1] = (spans[-1][0], spans[-1][1] + numel)
+                else:
+                    spans.append((at, numel))
+            at += numel
+        return tuple(spans)
+
     def step_done(self, scale: float) -> None:
         """The step has taken the gradients times `scale` (or discarded them): the next ones replace them."""
         self._spent = dict.fromkeys(self.fresh, scale)

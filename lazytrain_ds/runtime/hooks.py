@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazytrain_ds import config as block_config
-from lazytrain_ds.config import LazyTrainConfig, RewrittenConfig
+from lazytrain_ds.config import LazyTrainConfig
 from lazytrain_ds.errors import UnsupportedError
+from lazytrain_ds.rewrite import RewrittenConfig, rewrite
 from lazytrain_ds.runtime.arguments import configs_hidden, given_config, read_config
 from lazytrain_ds.runtime.overrides import OVERRIDDEN, Override, check_signatures
 
@@ -166,7 +167,7 @@ def _prepare(config: dict[str, Any], *, batch_only: bool = False) -> _Prepared |
     block_config.refuse_features(config)
     block = block_config.find_block(config)
     assert block is not None
-    rewritten, replacements = block_config.rewrite(config)
+    rewritten, replacements = rewrite(config)
     return _Prepared(block, rewritten, tuple(map(str, replacements)), config, parsed)
 
 

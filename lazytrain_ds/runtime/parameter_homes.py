@@ -18,7 +18,7 @@ from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.layout import BlockLayout, SubGroup
 from lazytrain_ds.runtime.parameters import Part, StagingPool
 
-__all__ = ["ParameterHomes"]
+__all__ = ["GroupBuffers", "ParameterHomes"]
 
 
 class ParameterHomes:
@@ -236,3 +236,23 @@ class ParameterHomes:
                 entries = [entry for entry in part.entries if id(entry[0]) not in trained]
                 if entries:
                     yield part, entries
+
+
+class GroupBuffers:
+    """Stands where upstream expects one flat buffer per parameter group: hands out each sub-group's place."""
+
+    def __init__(self, sub_groups: Sequence[SubGroup], homes: ParameterHomes) -> None:
+        self._places: dict[int, tuple[int, torch.Tensor]] = {}
+        at = 0
+        for sub_group in sub_groups:
+            self._places[at] = (sub_group.numel, homes.place(sub_group))
+            at += sub_group.numel
+        self._numel = at
+
+    def numel(self) -> int:
+        return self._numel
+
+    def narrow(self, dimension: int, start: int, length: int) -> torch.Tensor:
+        numel, place = self._places[start]
+        assert numel == length
+        return place

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from deepspeed import comm as dist
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, LazyTrainError, PlanError, UnsupportedError
+from lazytrain_ds.errors import ConfigError, LazyTrainError, UnsupportedError
 from lazytrain_ds.hardware.probe import cache_directory, machine_key
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.optim.fused_adamw import FusedAdamW
@@ -34,6 +33,7 @@ from lazytrain_ds.report.run_directory import RunDirectory
 from lazytrain_ds.runtime.corrections import Corrections
 from lazytrain_ds.runtime.device import make_device
 from lazytrain_ds.runtime.device.emulated import EmulatedDevice
+from lazytrain_ds.runtime.hook_access import HookAccess
 from lazytrain_ds.runtime.machine import about_this_run, host_threads, local_hardware
 from lazytrain_ds.runtime.monitor import Monitor
 from lazytrain_ds.runtime.policy import ActivationAction, PlanPolicy, Policy
@@ -473,7 +473,7 @@ class PlanBook:
     # -- more ranks --------------------------------------------------------------------------------------------
     def hook_access(self, optimizer: Any) -> Any:
         """`ParameterAccess` where DeepSpeed's own coordinator gathers (more than one rank)."""
-        return _HookAccess(optimizer, self._setup)
+        return HookAccess(optimizer, self._setup)
 
     def close(self) -> None:
         """Stop threads and remove swap files."""
@@ -482,31 +482,3 @@ class PlanBook:
             self.nvme_store = None
             give_store_name(self._store_name)
         self.device.close()
-
-
-class _HookAccess:
-    """Parameters through DeepSpeed's fetch and release of modules."""
-
-    def __init__(self, optimizer: Any, setup: Setup) -> None:
-        self._offload = optimizer.parameter_offload
-        self._modules = setup.block_modules
-
-    @contextmanager
-    def hold(self, block: int) -> Any:
-        from deepspeed.runtime.zero import parameter_offload
-
-        module = self._modules.get(block)
-        if module is None:
-            raise PlanError(f"block {block} is a group of modules and cannot be re-run")
-        self._offload.pre_sub_module_forward_function(module)
-        try:
-            yield
-        finally:
-            self._offload.post_sub_module_forward_function(module)
-            parameter_offload.FWD_MODULE_STACK.pop()  # the pre function pushed; only the real hook pops
-
-    def backward_begins(self, block: int) -> None:
-        return None  # DeepSpeed's own pre-backward hooks gather
-
-    def view_of(self, tensor: torch.Tensor) -> None:
-        return None

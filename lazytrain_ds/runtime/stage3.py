@@ -33,10 +33,10 @@ from lazytrain_ds.runtime.checkpoint import (
 from lazytrain_ds.runtime.coordinator import LazyCoordinator
 from lazytrain_ds.runtime.device.base import Event
 from lazytrain_ds.runtime.gradients import GradientStore
-from lazytrain_ds.runtime.layout import BlockLayout, SubGroup, build_layout
+from lazytrain_ds.runtime.layout import BlockLayout, build_layout
 from lazytrain_ds.runtime.observers import StateObservers, guard_state, guarded_attribute, unguard_state
 from lazytrain_ds.runtime.optimizer_states import StateHomes
-from lazytrain_ds.runtime.parameter_homes import ParameterHomes
+from lazytrain_ds.runtime.parameter_homes import GroupBuffers, ParameterHomes
 from lazytrain_ds.runtime.parameters import ParameterStore
 from lazytrain_ds.runtime.policy import Policy
 from lazytrain_ds.runtime.relocation import Moves, move
@@ -56,26 +56,6 @@ OBSERVERS = (
     "refresh_fp32_params",
 )
 _SWAP_LOCK = threading.RLock()
-
-
-class _GroupBuffers:
-    """Stands where upstream expects one flat buffer per parameter group: hands out each sub-group's place."""
-
-    def __init__(self, sub_groups: Sequence[SubGroup], homes: ParameterHomes) -> None:
-        self._places: dict[int, tuple[int, torch.Tensor]] = {}
-        at = 0
-        for sub_group in sub_groups:
-            self._places[at] = (sub_group.numel, homes.place(sub_group))
-            at += sub_group.numel
-        self._numel = at
-
-    def numel(self) -> int:
-        return self._numel
-
-    def narrow(self, dimension: int, start: int, length: int) -> torch.Tensor:
-        numel, place = self._places[start]
-        assert numel == length
-        return place
 
 
 class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
@@ -150,7 +130,7 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         at = 0
         for sub_groups in self._lt_sub_groups_of_group:
             members = self._lt_layout.sub_groups[at : at + len(sub_groups)]
-            self.param_groups_fp16_flat_cpu_memory.append(_GroupBuffers(members, self._lt_homes))
+            self.param_groups_fp16_flat_cpu_memory.append(GroupBuffers(members, self._lt_homes))
             at += len(sub_groups)
 
     def _move_to_flat_buffer(self, param_list: Any, flat_buffer: torch.Tensor, avoid_copy: bool = False) -> None:
@@ -390,7 +370,7 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         by_block: dict[int, list[Update]] = {}
         for index, hyper, scale in self._lt_jobs:
             sub_group = layout.sub_groups[index]
-            spans = self._lt_spans(sub_group.parameters)
+            spans = self._lt_gradients.spans(sub_group.parameters)
             if spans != ():
                 update = Update(index, self._lt_group_gradients[index], hyper, scale, spans)
                 by_block.setdefault(sub_group.block, []).append(update)
@@ -428,22 +408,6 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
         if self._lt_one_rank:
             self._lt_store.home_changed(block)
         return ended if self.lazytrain.policy.parameter_tier(block) != "nvme" else None
-
-    def _lt_spans(self, parameters: Sequence[Parameter]) -> tuple[tuple[int, int], ...] | None:
-        """Runs of parameters that got a gradient; None when all did. Plain PyTorch skips the others as well."""
-        if not self._lt_gradients.missing(parameters):
-            return None
-        spans: list[tuple[int, int]] = []
-        at = 0
-        for parameter in parameters:
-            numel = parameter.partition_numel()
-            if parameter.ds_id in self._lt_gradients.fresh:
-                if spans and sum(spans[-1]) == at:
-                    spans[-1] = (spans[-1][0], spans[-1][1] + numel)
-                else:
-                    spans.append((at, numel))
-            at += numel
-        return tuple(spans)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
     def _rigid_state_dict(self) -> dict[str, Any]:

@@ -47,6 +47,15 @@ def test_caps_that_must_rise_together_are_named_and_a_plan_fits_there():
     solve(with_caps(on_host, **{"nvme": 0, **caps}))
 
 
+def test_a_write_budget_is_no_cap_that_could_be_raised():
+    instance = replace(
+        FITTING, nvme_write_budget_bytes_per_step=1, allowed=replace(FITTING.allowed, optimizer_tiers=("nvme",))
+    )
+    with pytest.raises(InfeasibleError, match=r"short of nvme_write_budget: \d+ B are written in a step") as caught:
+        solve(instance)
+    assert "nvme: needs" not in str(caught.value) and "larger cap is enough, the" not in str(caught.value)
+
+
 def test_the_largest_micro_batch_that_fits():
     instance = big_instance("0.5B", "rtx3090", micro_batches=(1, 2, 64), global_batch=64, device_bytes=9 * 10**9)
     assert diagnose(instance, budget=40).largest_micro_batch == 2

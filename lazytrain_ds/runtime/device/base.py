@@ -23,13 +23,10 @@ from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.schema import ChannelName
 from lazytrain_ds.planning.timeline import TaskKind
+from lazytrain_ds.runtime.swap import Throttle
 
 OnCopy = Callable[[TaskKind, int, ChannelName, float, float, int], None]
 """`on_copy(kind, block, channel, start, end, bytes)`, from any thread; times are time.perf_counter()."""
-
-Throttle = Callable[[str, int, float], tuple[float, float] | None]
-"""`throttle(kind, bytes, started)`: called after each request to an NVMe store; sleeping makes the disk look slower. It
-returns when the request began and ended (None: as it did)."""
 
 OnWait = Callable[[float, float], None]
 """`on_wait(end, seconds)`: compute stood still for `seconds` until `end` (perf_counter)."""

@@ -7,7 +7,7 @@ from lazytrain_ds.runtime.swap.deepspeed_aio import aio_problem
 from lazytrain_ds.runtime.swap.directory import OrphanedSwap, find_orphans, remove_orphans
 from lazytrain_ds.runtime.swap.memory import aligned_empty
 from lazytrain_ds.runtime.swap.store import NvmeStore, TensorSpec
-from lazytrain_ds.runtime.swap.transfers import Ticket
+from lazytrain_ds.runtime.swap.transfers import Throttle, Ticket
 
 __all__ = [
     "AioSettings",
@@ -16,6 +16,7 @@ __all__ = [
     "SwapError",
     "SwapPath",
     "TensorSpec",
+    "Throttle",
     "Ticket",
     "absolute_path",
     "aio_problem",

@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from lazytrain_ds.runtime.swap.backends import AioSettings, Backend, Kind, Threa
 from lazytrain_ds.runtime.swap.budget import WriteBudget
 from lazytrain_ds.runtime.swap.deepspeed_aio import DeepSpeedAioBackend
 from lazytrain_ds.runtime.swap.directory import SwapDirectory
+from lazytrain_ds.runtime.swap.entries import Entry, TensorSpec
 from lazytrain_ds.runtime.swap.files import CallerTransfer, export_file, load_file, open_source
 from lazytrain_ds.runtime.swap.memory import round_up
 from lazytrain_ds.runtime.swap.transfers import (
@@ -62,28 +62,6 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         logger.warning("NVMe store: %s", message)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What `NvmeStore.reserve` needs to know of a tensor."""
-
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass
-class _Entry:
-    key: str
-    path: Path
-    capacity_bytes: int = 0
-    spec: TensorSpec | None = None  # of the last write handed in, done or not
-    last_write: Operation | None = None
-    reads: list[Operation] = field(default_factory=list)  # handed in since the last write
 
 
 class NvmeStore:
@@ -140,7 +118,7 @@ class NvmeStore:
         self._space_limit_bytes = space_limit_bytes
         self._write_budget = WriteBudget(write_budget_bytes_per_day)
         self._occupied_bytes = 0
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._pid = os.getpid()
         self._closed = False
         self._directory = SwapDirectory.open(self.report.path, name=name, create=create)
@@ -273,12 +251,12 @@ class NvmeStore:
                 f"than nvme_space allows ({format_bytes(limit)}, {limit} bytes). Raise nvme_space."
             )
 
-    def _make_room(self, key: str, padded_bytes: int) -> _Entry:
+    def _make_room(self, key: str, padded_bytes: int) -> Entry:
         """The entry of `key` with a file of at least `padded_bytes`. Call with the lock held."""
         entry = self._entries.get(key)
         fresh = entry is None
         if entry is None:
-            entry = _Entry(key, self._directory.new_path())
+            entry = Entry(key, self._directory.new_path())
         growth = padded_bytes - entry.capacity_bytes
         if growth > 0 or fresh:
             self._require_space(max(0, growth), f"{key!r}")
@@ -288,7 +266,7 @@ class NvmeStore:
         self._entries[key] = entry
         return entry
 
-    def _allocate(self, entry: _Entry, padded_bytes: int, fresh: bool) -> None:
+    def _allocate(self, entry: Entry, padded_bytes: int, fresh: bool) -> None:
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if fresh else 0)
         try:
             descriptor = os.open(entry.path, flags, 0o600)
@@ -313,7 +291,7 @@ class NvmeStore:
                 self._directory.free_bytes(),
             ) from error  # fmt: skip
 
-    def _remove_file(self, entry: _Entry) -> None:
+    def _remove_file(self, entry: Entry) -> None:
         self._occupied_bytes -= entry.capacity_bytes
         try:
             os.unlink(entry.path)
@@ -465,7 +443,7 @@ class NvmeStore:
                 f"{'' if tensor.layout != torch.strided else f' with strides {tuple(tensor.stride())}'}"
             )
 
-    def _written(self, key: str) -> tuple[_Entry, TensorSpec]:
+    def _written(self, key: str) -> tuple[Entry, TensorSpec]:
         entry = self._entries.get(key)
         if entry is None or entry.spec is None:
             raise SwapError(f"NVMe store: nothing was written under {key!r}")
@@ -474,7 +452,7 @@ class NvmeStore:
     def _operation(
         self,
         kind: Kind,
-        entry: _Entry,
+        entry: Entry,
         spec: TensorSpec,
         tensor: torch.Tensor | None,
         start: Callable[[Operation], None] | None,
@@ -505,7 +483,7 @@ class NvmeStore:
         entry.spec, entry.last_write, entry.reads = spec, operation, []
         return operation, earlier
 
-    def _submit_read(self, entry: _Entry, operation: Operation) -> None:
+    def _submit_read(self, entry: Entry, operation: Operation) -> None:
         operation.source = entry.last_write
         entry.reads = [read for read in entry.reads if not read.ended]
         entry.reads.append(operation)
