@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = [
     "ConfigError",
     "DeviceMemoryError",
@@ -15,6 +17,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "format_bytes",
+    "format_bytes_up",
 ]
 
 
@@ -27,6 +30,15 @@ def format_bytes(count: float) -> str:
             return f"{sign}{value:.0f} {unit}" if unit == "B" else f"{sign}{value:.3g} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
+
+
+def format_bytes_up(count: float) -> str:
+    """As `format_bytes`, rounded up: for advice that has to be enough when it is typed in (`"226 MB"` for 225.1 MB)."""
+    unit = 1
+    while count / unit >= 1000 and unit < 10**12:
+        unit *= 1000
+    step = unit / 100 if count < 10 * unit else unit / 10 if count < 100 * unit else unit
+    return format_bytes(math.ceil(count / step) * step if unit > 1 else math.ceil(count))
 
 
 class LazyTrainError(Exception):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lazytrain_ds.errors import PlanError, format_bytes
+from lazytrain_ds.errors import PlanError, format_bytes, format_bytes_up
 from lazytrain_ds.planning.arrange import arrange
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.milp import CountModel
@@ -25,12 +26,22 @@ _BUDGET: Final = 150
 @dataclass(frozen=True)
 class CapReport:
     """One tier. `need_bytes`: the smallest capacity (margin included) at which a plan was found with the other caps as
-    they are; None where no capacity of this tier helps. `proven_bytes`: no plan fits below it (None: never fits)."""
+    they are; None where no capacity of this tier helps. `proven_bytes`: no plan fits below it (None: never fits).
+    `margin_bytes`: what is left free of `have_bytes`; `need_bytes` has the same margin."""
 
     tier: TierName
     have_bytes: int
     need_bytes: int | None
     proven_bytes: int | None
+    margin_bytes: int = 0
+
+    def advice(self, usable_bytes: int) -> str:
+        """`usable_bytes` as a capacity to ask for: margins are a share of it, so a larger one loses more to them."""
+        if self.margin_bytes < self.have_bytes:
+            capacity = math.ceil(usable_bytes / (1 - self.margin_bytes / self.have_bytes))
+        else:
+            capacity = usable_bytes + self.margin_bytes
+        return f"{self.tier} {format_bytes_up(capacity)} instead of {format_bytes(self.have_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Diagnosis:
             lines.append(f"nvme_write_budget: {need} are written in a step, and the budget is {have}")
         short = "; ".join(lines)
         helps = [
-            f"{report.tier} {format_bytes(report.need_bytes)} instead of {format_bytes(report.have_bytes)}"
+            report.advice(report.need_bytes - report.margin_bytes)
             for report in self.caps
             if report.need_bytes is not None and report.need_bytes > report.have_bytes
         ]
@@ -67,12 +78,8 @@ class Diagnosis:
         if helps:
             parts.append("one larger cap is enough, the others as they are: " + " or ".join(helps))
         else:
-            capacity = {report.tier: report.have_bytes for report in self.caps}
-            together = [
-                f"{tier} {format_bytes(capacity[tier] + need - have)} instead of {format_bytes(capacity[tier])}"
-                for tier, need, have in capacities
-                if tier in capacity
-            ]
+            reports = {report.tier: report for report in self.caps}
+            together = [reports[tier].advice(need) for tier, need, _ in capacities if tier in reports]
             parts.append("no single larger cap is enough" + (": " if together else "") + " and ".join(together))
         if self.largest_micro_batch is not None:
             parts.append(f"the largest micro-batch that fits is {self.largest_micro_batch}")
@@ -142,7 +149,7 @@ def _cap_report(instance: Instance, tier: TierName, budget: int) -> CapReport:
     have = instance.tier(tier)
     proven = _proven(instance, tier)
     if proven is None:
-        return CapReport(tier, have.capacity_bytes, None, None)
+        return CapReport(tier, have.capacity_bytes, None, None, have.margin_bytes)
     proven_capacity = proven + have.margin_bytes
     squeezed = _with_capacity(instance, tier, have.margin_bytes + 1)
     _, outcome = leanest(squeezed, (tier,), budget)
@@ -152,9 +159,10 @@ def _cap_report(instance: Instance, tier: TierName, budget: int) -> CapReport:
         wide = _with_capacity(instance, tier, 2**62)
         _, outcome = leanest(wide, TIERS, budget)
         if outcome.shortages:
-            return CapReport(tier, have.capacity_bytes, None, proven_capacity)
+            return CapReport(tier, have.capacity_bytes, None, proven_capacity, have.margin_bytes)
     needs = Simulator(instance).phase_needs(outcome.program, outcome.peaks)[tier]
-    return CapReport(tier, have.capacity_bytes, max(needs.values()) + have.margin_bytes, proven_capacity)
+    need = max(needs.values()) + have.margin_bytes
+    return CapReport(tier, have.capacity_bytes, need, proven_capacity, have.margin_bytes)
 
 
 def diagnose(instance: Instance, *, budget: int = _BUDGET) -> Diagnosis:

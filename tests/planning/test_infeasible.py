@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.planner_instances import instance as big_instance
 from benchmarks.planner_instances import with_caps
+from lazytrain_ds.config import parse_size
 from lazytrain_ds.errors import InfeasibleError
 from lazytrain_ds.planning.infeasible import diagnose
 from lazytrain_ds.planning.solve import solve
@@ -45,6 +46,19 @@ def test_caps_that_must_rise_together_are_named_and_a_plan_fits_there():
     caps = {tier: int(need) for tier, need in re.findall(r"(device|host|nvme) (\d+) B instead of", together)}
     assert set(caps) == {"device", "host"}
     solve(with_caps(on_host, **{"nvme": 0, **caps}))
+
+
+def test_the_advice_is_enough_where_margins_are_a_share_of_the_capacity():
+    instance = big_instance("0.5B", "rtx3090", micro_batches=(2,), global_batch=64, device_bytes=6 * 10**9)
+
+    def with_margin(capacity):
+        tiers = (replace(instance.tier("device"), capacity_bytes=capacity, margin_bytes=capacity // 10),)
+        return replace(instance, tiers=tiers + tuple(tier for tier in instance.tiers if tier.name != "device"))
+
+    with pytest.raises(InfeasibleError, match="one larger cap is enough") as caught:
+        solve(with_margin(5 * 10**9))
+    advised = re.search(r"device (\S+ \wB) instead of 5 GB", str(caught.value))
+    solve(with_margin(parse_size(advised[1])))
 
 
 def test_a_write_budget_is_no_cap_that_could_be_raised():
