@@ -182,7 +182,9 @@ class Playback:
         updated = [0.0] * n
         pending = 0
         updates = program.updates if first else []
+        stepped = [0.0] * n
         state_writes: list[float] = []
+        parameter_writes: list[float] = []
         updates_ready = state.last_gradient
 
         def advance(until: int) -> None:
@@ -202,21 +204,24 @@ class Playback:
                     if record:
                         record.task("state_read", update.block, "nvme_read", begin, ready, update.state_bytes)
                 begin = max(host, ready)
+                if update.parameter_write_seconds and len(parameter_writes) >= 2:
+                    begin = max(begin, parameter_writes[-2])
                 host = begin + update.seconds
-                done = host
+                stepped[update.block] = done = host
                 if record and update.seconds:
                     record.task("optimizer", update.block, "host", begin, host)
+                if update.parameter_write_seconds:
+                    begin = max(nvme_write, host)
+                    nvme_write = done = begin + update.parameter_write_seconds
+                    parameter_writes.append(done)
+                    if record:
+                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.trained_bytes)
                 if update.write_seconds:
                     begin = max(nvme_write, host)
                     nvme_write = begin + update.write_seconds
                     state_writes.append(nvme_write)
                     if record:
                         record.task("state_write", update.block, "nvme_write", begin, nvme_write, update.state_bytes)
-                if update.parameter_write_seconds:
-                    begin = max(nvme_write, host)
-                    nvme_write = done = begin + update.parameter_write_seconds
-                    if record:
-                        record.task("parameter_write", update.block, "nvme_write", begin, done, update.trained_bytes)
                 updated[update.block] = done
 
         if first and program.device_step_seconds:
@@ -234,6 +239,7 @@ class Playback:
                     d2h = done = begin + update.parameter_d2h_seconds
                     if record:
                         record.task("parameter_write", update.block, "d2h", begin, done, update.parameter_bytes)
+                stepped[update.block] = done
                 if update.parameter_write_seconds:
                     begin = max(nvme_write, done)
                     nvme_write = done = begin + update.parameter_write_seconds
@@ -312,7 +318,7 @@ class Playback:
                     start = arrived[slot]
                     cause = slot
             if start > now:
-                self._fetch_stalls(stalls, now, start, cause, updates_ready, updated, read_until)
+                self._fetch_stalls(stalls, now, start, cause, updates_ready, stepped, updated, read_until)
             if kind == BACKWARD and copies[0] > start and gradients[block][0]:
                 stalls["d2h"] += copies[0] - start
                 start = copies[0]
@@ -403,17 +409,24 @@ class Playback:
         start: float,
         slot: int,
         gradients_in: float,
+        stepped: list[float],
         updated: list[float],
         read: list[float],
     ) -> None:
-        """Split a wait from `now` to `start` for what arrives in `slot`: last gradient, update, NVMe read, then H2D."""
+        """Split a wait from `now` to `start` for what arrives in `slot`.
+
+        Last gradient, update, its write to NVMe, the read from there, then H2D.
+        """
         if slot < len(updated) and updated[slot] > now:
             if gradients_in > now:
                 until = min(start, gradients_in)
                 stalls["d2h"] += until - now
                 now = until
-            until = min(start, updated[slot])
+            until = min(start, max(now, stepped[slot]))
             stalls["host"] += until - now
+            now = until
+            until = min(start, updated[slot])
+            stalls["nvme_write"] += until - now
             now = until
         if read[slot] > now:
             until = min(start, read[slot])

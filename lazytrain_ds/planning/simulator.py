@@ -25,11 +25,12 @@ backward visit does not start before the gradient before the last one has left: 
 host, gradients after the first micro-step's are added (task `accumulate`), from two staging buffers.
 
 Optimizer. Updates start when the last gradient is in. Device-stepped sub-groups first, on compute, which waits for
-that; then host-stepped ones in forward order: NVMe states are read (two staging buffers), stepped, written; updated
-parameters homed on NVMe are written, frozen ones never. `hidden`: compute goes on with the next step's forward; a
-fetch waits, inside its channel, for its block's update, and a resident block's updated copy comes as one H2D in place
-of the fetch (same lead). On the NVMe queues a block's fetch stands behind the state read of the next block. `serial`:
-all updates and their writes end before the next forward; write-backs still take the place of fetches.
+that; then host-stepped ones in forward order: NVMe states are read (two staging buffers), stepped; updated parameters
+homed on NVMe are written (two staging buffers, frozen ones never), then the states. `hidden`: compute goes on with the
+next step's forward; a fetch waits, inside its channel, for its block's update, and a resident block's updated copy
+comes as one H2D in place of the fetch (same lead). On the NVMe queues a block's fetch stands behind the state read of
+the next block. `serial`: all updates and their writes end before the next forward; write-backs still take the place of
+fetches.
 
 Device bytes. Fixed; resident parameters; device-stepped states and gradient accumulation; fetched parameters from
 issue to release; a boundary from the end of its producer until its copy out has ended (and its own forward) or, at home

@@ -75,6 +75,11 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def _ended(ticket: Any) -> float:
+    ticket.wait()
+    return float(ticket.end_seconds)
+
+
 class StateHomes:
     """Masters and states of all sub-groups. `order` announces the next updates so that reads run ahead."""
 
@@ -89,7 +94,8 @@ class StateHomes:
         self.stall_seconds = 0.0
         self._disk: dict[int, _OnDisk] = {}
         self._free: list[torch.Tensor] = []
-        self._writing: deque[tuple[Any, torch.Tensor]] = deque()
+        self._writing: deque[tuple[Any, torch.Tensor]] = deque()  # buffers nobody has claimed yet
+        self._unseen: deque[Any] = deque()  # writes whose buffer has been claimed, to be checked once they have ended
         self._ahead: deque[int] = deque()
         self._staging_bytes = 0
 
@@ -198,29 +204,41 @@ class StateHomes:
         self._ahead.extend(index for index in indices if index in self._disk)
         self._read_ahead()
 
-    def _take_buffer(self) -> torch.Tensor | None:
-        while self._writing and self._writing[0][0].done():
-            ticket, buffer = self._writing.popleft()
-            ticket.wait()  # raises what went wrong
-            self._free.append(buffer)
+    def _take_buffer(self) -> tuple[torch.Tensor, Sequence[Any]] | None:
+        """A staging buffer, and the write from it that must end before a read into it may begin."""
+        self._check_writes()
         if self._free:
-            return self._free.pop()
+            return self._free.pop(), ()
         in_use = sum(place.buffer is not None for place in self._disk.values()) + len(self._writing)
         if in_use < STAGING_BUFFERS:
-            return aligned_empty(self._staging_bytes, torch.uint8)
-        return None
+            return aligned_empty(self._staging_bytes, torch.uint8), ()
+        if not self._writing:
+            return None
+        # The read is queued behind the write in the store: it begins when that ends, whatever the worker does then.
+        ticket, buffer = self._writing.popleft()
+        self._unseen.append(ticket)
+        return buffer, (ticket,)
+
+    def _check_writes(self) -> None:
+        """Raise what went wrong in writes that have ended; buffers they leave are free."""
+        while self._unseen and self._unseen[0].done():
+            self._unseen.popleft().wait()
+        while self._writing and self._writing[0][0].done():
+            ticket, buffer = self._writing.popleft()
+            ticket.wait()
+            self._free.append(buffer)
 
     def _read_ahead(self) -> None:
         while self._ahead:
-            buffer = self._take_buffer()
-            if buffer is None:
+            taken = self._take_buffer()
+            if taken is None:
                 return
-            self._start_read(self._ahead.popleft(), buffer)
+            self._start_read(self._ahead.popleft(), *taken)
 
-    def _start_read(self, index: int, buffer: torch.Tensor) -> None:
+    def _start_read(self, index: int, buffer: torch.Tensor, after: Sequence[Any]) -> None:
         place = self._disk[index]
         place.buffer = buffer
-        place.ticket = self.store.read(place.key, buffer.narrow(0, 0, place.byte_count))
+        place.ticket = self.store.read(place.key, buffer.narrow(0, 0, place.byte_count), after)
 
     @contextmanager
     def at_hand(self, index: int, *, write: bool = True) -> Iterator[States]:
@@ -253,27 +271,31 @@ class StateHomes:
         if place.buffer is None:
             if index in self._ahead:
                 self._ahead.remove(index)
-            buffer = self._take_buffer()
-            while buffer is None:
-                ticket, buffer = self._writing.popleft()
-                ticket.wait()
-            self._start_read(index, buffer)
+            taken = self._take_buffer()
+            if taken is None:
+                raise PlanError("all staging buffers hold states read ahead; updates must come in the order announced")
+            self._start_read(index, *taken)
         ticket, place.ticket = place.ticket, None
         if ticket is not None:
             ticket.wait()
+        self._check_writes()
 
-    def settle(self) -> None:
-        """Wait for writes under way and give the staging buffers back to the system."""
+    def settle(self) -> float:
+        """Wait for writes under way and give the staging buffers back to the system; when the last one ended (or 0)."""
         self._ahead.clear()
+        ended = 0.0
+        while self._unseen:
+            ended = max(ended, _ended(self._unseen.popleft()))
         while self._writing:
             ticket, buffer = self._writing.popleft()
-            ticket.wait()
+            ended = max(ended, _ended(ticket))
             self._free.append(buffer)
         for place in self._disk.values():
             if place.buffer is not None and place.ticket is not None:
                 place.ticket.wait()
                 self._free.append(place.buffer)
                 place.buffer, place.ticket = None, None
+        return ended
 
     # -- checkpoints -------------------------------------------------------------------------------------------
     def mapped(self, index: int) -> States:

@@ -7,8 +7,10 @@ is checked in again (written back only if something changed it) before the next 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -18,7 +20,9 @@ from lazytrain_ds.errors import PlanError
 from lazytrain_ds.runtime.layout import BlockLayout, SubGroup
 from lazytrain_ds.runtime.parameters import Part, StagingPool
 
-__all__ = ["GroupBuffers", "ParameterHomes"]
+__all__ = ["UPDATE_BUFFERS", "GroupBuffers", "NewWeights", "ParameterHomes"]
+
+UPDATE_BUFFERS = 2
 
 
 class ParameterHomes:
@@ -39,6 +43,7 @@ class ParameterHomes:
         self.wait_for_update: Callable[[int], None] = lambda block: None
         self._empty_host = empty_host
         self._checked_out: dict[int, bool] = {}
+        self._behind: deque[tuple[list[Any], tuple[torch.Tensor, ...]]] = deque()
         for block in layout.blocks:
             if block.index not in self.on_nvme:
                 for part in block.parts:
@@ -84,26 +89,47 @@ class ParameterHomes:
     # -- updates -----------------------------------------------------------------------------------------------
     @contextmanager
     def open_for_update(
-        self, block: int, sub_groups: tuple[SubGroup, ...], whole: bool
-    ) -> Iterator[Callable[[SubGroup], torch.Tensor]]:
+        self, block: int, sub_groups: tuple[SubGroup, ...], whole: bool, *, behind: bool = False
+    ) -> Iterator[NewWeights]:
         """Gives where each sub-group's new weights are to be written; a block on NVMe goes home at the end.
 
         `whole`: the updates write all of these sub-groups; what they leave out (frozen parameters) is read first.
+        `behind`: writes go on after the end, from `UPDATE_BUFFERS` staging buffers; a part's begins once `written` was
+        said of all its sub-groups. `settle_writes` waits for them.
         Runs on the worker: what the main thread sees of a block on NVMe (`part.host` is None) does not change.
         """
         self.changed(block)
         parts = {id(group.part): group.part for group in sub_groups if group.part.host is None}
+        possible_at = self.settle_writes(but=UPDATE_BUFFERS - 1) if parts else 0.0
         buffers: dict[int, torch.Tensor] = {}
         for key, part in parts.items():
             buffers[key] = self.staging.take(part.numel, part.dtype)
             written = sum(group.numel for group in sub_groups if group.part is part)
             if not whole or written < sum(numel for _, _, numel in part.entries):
                 self.nvme.read(part.key, buffers[key]).wait()
-        yield lambda group: group.within(buffers[id(group.part)] if group.part.host is None else group.part.host)
-        for key, part in parts.items():
+        weights = NewWeights(self.nvme, sub_groups, parts, buffers, possible_at)
+        yield weights
+        weights.send_rest()
+        if parts:
             # The store keeps the order of a key: the next fetch reads what is written here.
-            self.nvme.write(part.key, buffers[key]).wait()
-            self.staging.give(buffers[key])
+            self._behind.append((weights.tickets, tuple(buffers.values())))
+        if not behind:
+            self.settle_writes()
+
+    def settle_writes(self, but: int = 0) -> float:
+        """Wait for writes of updated blocks, oldest first, until `but` blocks' are under way; raise what went wrong.
+
+        Returns when the last one ended (time.perf_counter(); 0 if there was none).
+        """
+        ended = 0.0
+        while len(self._behind) > but:
+            tickets, buffers = self._behind.popleft()
+            for ticket in tickets:
+                ticket.wait()
+                ended = max(ended, ticket.end_seconds)
+            for buffer in buffers:
+                self.staging.give(buffer)
+        return ended
 
     # -- another plan ------------------------------------------------------------------------------------------
     def move(self, block: int, to_nvme: bool) -> None:
@@ -236,6 +262,44 @@ class ParameterHomes:
                 entries = [entry for entry in part.entries if id(entry[0]) not in trained]
                 if entries:
                     yield part, entries
+
+
+class NewWeights:
+    """Where the new weights of a block's sub-groups go; called with a sub-group it gives its place."""
+
+    def __init__(
+        self,
+        nvme: Any,
+        sub_groups: Sequence[SubGroup],
+        parts: dict[int, Part],
+        buffers: dict[int, torch.Tensor],
+        possible_at: float,
+    ) -> None:
+        self._nvme, self._parts, self._buffers = nvme, parts, buffers
+        self.possible_at = possible_at  # when the last staging buffer waited for came free; 0 if none was
+        self._missing = {key: sum(id(group.part) == key for group in sub_groups) for key in parts}
+        self.tickets: list[Any] = []
+
+    def __call__(self, sub_group: SubGroup) -> torch.Tensor:
+        part = sub_group.part
+        return sub_group.within(self._buffers[id(part)] if part.host is None else part.host)
+
+    def written(self, sub_group: SubGroup) -> None:
+        """The place is filled: a part on NVMe whose sub-groups all are goes home, ahead of the states just stepped."""
+        key = id(sub_group.part)
+        if key in self._missing:
+            self._missing[key] -= 1
+            if not self._missing[key]:
+                self._send(key)
+
+    def send_rest(self) -> None:
+        """Start the writes of parts not all of whose sub-groups were said to be written."""
+        for key in list(self._missing):
+            self._send(key)
+
+    def _send(self, key: int) -> None:
+        del self._missing[key]
+        self.tickets.append(self._nvme.write(self._parts[key].key, self._buffers[key]))
 
 
 class GroupBuffers:

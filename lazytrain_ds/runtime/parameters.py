@@ -104,7 +104,10 @@ class BlockParameters:
 
 
 class _LateRead(Event):
-    """A read from NVMe that starts once the block's update has been written: by the worker, or by whoever waits."""
+    """A read from NVMe handed in once the block's update is: by the worker, or by whoever waits.
+
+    The store then lets it wait for the write of that update.
+    """
 
     def __init__(self, nvme: Any, key: str, into: torch.Tensor, after: Sequence[Event]) -> None:
         self._nvme, self._key, self._into, self._after = nvme, key, into, after
@@ -116,6 +119,11 @@ class _LateRead(Event):
     @property
     def at(self) -> float | None:  # type: ignore[override]
         return None if self._ticket is None else self._ticket.end_seconds
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the write of what is read had ended; None if it was there before."""
+        return None if self._ticket is None else self._ticket.ready_seconds
 
     @property
     def started(self) -> bool:
@@ -333,14 +341,15 @@ class ParameterStore:
                     parameter.ds_status = ZeroParamStatus.AVAILABLE
 
     def _report_stall(self, updates: Sequence[Event], read: Event | None, end: float, seconds: float) -> None:
-        """Compute waited until `end` for a copy: for its update, then for its read, then for the link."""
+        """Compute waited until `end` for a copy: for its update, that one's write, its own read, then for the link."""
         at = end - seconds
-        stages: tuple[tuple[ChannelName, Sequence[Event]], ...] = (
-            ("host", updates),
-            ("nvme_read", () if read is None else (read,)),
+        stages: tuple[tuple[ChannelName, Sequence[float | None]], ...] = (
+            ("host", [event.at for event in updates]),
+            ("nvme_write", [read.ready_at] if isinstance(read, _LateRead) else ()),
+            ("nvme_read", [read.at] if read is not None else ()),
         )
-        for channel, events in stages:
-            until = max((min(event.at, end) for event in events if event.at is not None), default=at)
+        for channel, moments in stages:
+            until = max((min(moment, end) for moment in moments if moment is not None), default=at)
             if until > at:
                 self.on_stall(channel, until - at)
                 at = until

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
 
-from lazytrain_ds.errors import UnsupportedError
+from lazytrain_ds.errors import LazyTrainError, UnsupportedError
 from lazytrain_ds.runtime.checkpoint import (
     exposed_states,
     finish_load,
@@ -268,7 +268,15 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
             worker.drain()
             if self._lt_ready:
                 self._lt_ready.clear()
-                self._lt_states.settle()
+                try:
+                    self._lt_settle()
+                except LazyTrainError as error:  # a write behind an update: it stays known, as a failed update does
+                    worker.fail(error)
+                    worker.check()
+
+    def _lt_settle(self) -> float:
+        """Wait for what updates still write to NVMe; when the last write ended (0: there was none)."""
+        return max(self._lt_homes.settle_writes(), self._lt_states.settle())
 
     def _lt_wait(self, block: int | None) -> None:
         event = self._lt_ready.get(block) if block is not None else None
@@ -389,25 +397,27 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
             if self._lt_one_rank:
                 self._lt_store.updated(block)
         if not hidden:
-            self._lt_states.settle()
-            self.lazytrain.monitor.stall("host", self.lazytrain.device.updates_end(began))
+            written = self._lt_settle()
+            self.lazytrain.monitor.stall("host", self.lazytrain.device.updates_end(began, written))
 
     def _lt_update_block(self, block: int, updates: Sequence[Update]) -> float | None:
-        """Update one block; returns when that ended (None where its write to NVMe is still to be waited for)."""
+        """Update one block; returns when that ended. What goes to NVMe is written behind, weights ahead of states."""
         ended: float | None = None
         sub_groups = tuple(self._lt_layout.sub_groups[update.sub_group] for update in updates)
         whole = all(update.spans is None for update in updates)
         total = sum(sub_group.numel for sub_group in sub_groups)
-        with self._lt_homes.open_for_update(block, sub_groups, whole) as place:
+        with self._lt_homes.open_for_update(block, sub_groups, whole, behind=True) as place:
+            self.lazytrain.device.update_possible(place.possible_at)
             for update, sub_group in zip(updates, sub_groups, strict=True):
                 with self._lt_states.at_hand(update.sub_group) as states:
                     started = time.perf_counter()
                     self._lt_updater.apply(update, states, place(sub_group))
                     started, ended = self.lazytrain.device.update_ends(block, sub_group.numel / total, started)
                     self.lazytrain.monitor.task("optimizer", block, "host", started, ended)
+                    place.written(sub_group)
         if self._lt_one_rank:
             self._lt_store.home_changed(block)
-        return ended if self.lazytrain.policy.parameter_tier(block) != "nvme" else None
+        return ended
 
     # -- checkpoints -------------------------------------------------------------------------------------------
     def _rigid_state_dict(self) -> dict[str, Any]:

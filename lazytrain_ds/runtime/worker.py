@@ -68,6 +68,11 @@ class HostWorker:
         """Whether the caller runs on this worker."""
         return threading.current_thread() is self._thread
 
+    def fail(self, error: BaseException) -> None:
+        """Something that a job left under way went wrong: from now on as if the job had failed."""
+        if self._error is None:
+            self._error = error
+
     def check(self) -> None:
         """Raise WorkerError, with the cause, if a job failed."""
         error = self._error

@@ -205,6 +205,28 @@ def test_a_write_waits_for_the_reads_before_it(tmp_path):
         assert torch.equal(out, torch.full((5000,), 2.0))
 
 
+def test_a_read_may_wait_for_the_write_out_of_its_memory(tmp_path):
+    """One buffer written from and read into: the read is handed in at once and begins when the write has ended."""
+    gate = Gate("write")
+    with NvmeStore(tmp_path) as store:
+        store.write("next", torch.full((5000,), 2.0)).wait()
+        store._ledger.throttle = gate
+        buffer = filled(5000, torch.float32)
+        content = buffer.clone()
+        write = store.write("last", buffer)
+        read = store.read("next", buffer, [write])
+        time.sleep(0.05)
+        assert not write.done() and not read.done() and same_bytes(buffer, content)
+        gate.open.set()
+        read.wait(30)
+        assert torch.equal(buffer, torch.full((5000,), 2.0))
+        assert read.ready_seconds == write.end_seconds and read.start_seconds >= write.end_seconds
+        assert write.ready_seconds is None
+        again = store.read("last", buffer, [write])  # a transfer that has ended holds nothing up
+        again.wait(30)
+        assert same_bytes(buffer, content)
+
+
 def test_reads_and_writes_run_at_once(tmp_path):
     """A held write channel does not stop the read channel."""
     gate = Gate("write")

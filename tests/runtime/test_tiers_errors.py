@@ -89,6 +89,63 @@ def test_a_failed_write_of_states_is_raised_with_path_and_errno(tmp_path):
             engine.destroy()
 
 
+@pytest.mark.parametrize("kind", ["states", "parameters"])
+def test_a_write_that_fails_behind_its_update_stays_known(tmp_path, monkeypatch, kind):
+    """The disk's error comes after the update has ended; whoever looks at the states gets it, each time."""
+    with NvmeStore(tmp_path) as store:
+        engine = engine_on(store)
+        train(engine, [call(0)])
+        optimizer = engine.optimizer
+        optimizer.drain()
+        index = optimizer._lt_layout.sub_groups[-1].index
+        key = f"states/{index}" if kind == "states" else optimizer._lt_layout.sub_groups[-1].part.key
+        write = store.write
+
+        def short_of_space(key_written, tensor):
+            with monkeypatch.context() as patch:
+                if key_written == key:
+                    patch.setattr(store._backend, "open", lambda *arguments: 1 / 0)
+                    ticket = write(key_written, tensor)
+                    ticket._finished.wait(30)
+                    return ticket
+                return write(key_written, tensor)
+
+        store.write = short_of_space
+        train(engine, [call(1)])
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="division by zero"):
+                optimizer.drain()
+        with pytest.raises(WorkerError):
+            engine.destroy()
+
+
+@pytest.mark.parametrize("step", ["hidden", "serial"])
+def test_weights_go_home_ahead_of_the_states_and_two_buffers_do(tmp_path, step):
+    """The order that the simulator plays: what the next forward fetches is written first; two staging buffers each."""
+    with NvmeStore(tmp_path) as store:
+        engine = engine_on(store, step=step)
+        train(engine, [call(0)])
+        optimizer = engine.optimizer
+        optimizer.drain()
+        order = []
+        write = store.write
+        store.write = lambda key, tensor: order.append((key, tensor.data_ptr())) or write(key, tensor)
+        train(engine, [call(1)])
+        optimizer.drain()
+        homes = {group.part.key: f"states/{group.index}" for group in optimizer._lt_layout.sub_groups}
+        keys = [key for key, _ in order]
+        assert sorted(keys) == sorted([*homes, *homes.values()])
+        assert all(keys.index(home) < keys.index(states) for home, states in homes.items())
+        assert len({address for key, address in order if key not in homes}) <= 2
+        sizes = {}
+        for key, address in order:
+            if key in homes:
+                numel = next(g.part.numel for g in optimizer._lt_layout.sub_groups if g.part.key == key)
+                sizes.setdefault(numel, set()).add(address)
+        assert all(len(addresses) <= 2 for addresses in sizes.values()), "per size at most two buffers"
+        engine.destroy()
+
+
 def test_the_serial_step_raises_at_once(tmp_path):
     with NvmeStore(tmp_path) as store:
         engine = engine_on(store, step="serial")

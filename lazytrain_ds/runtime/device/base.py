@@ -264,8 +264,14 @@ class Device(ABC):
         """`share` of a block's optimizer update, begun at `started`, has been computed. Returns its start and end."""
         return started, time.perf_counter()
 
-    def updates_end(self, began: float) -> float:
-        """Compute has waited, since `began`, for all updates of a serial step. Returns for how many seconds."""
+    def update_possible(self, at: float) -> None:  # noqa: B027
+        """The next update had to wait for something (a staging buffer) until `at`."""
+
+    def updates_end(self, began: float, written: float = 0.0) -> float:
+        """Compute has waited, since `began`, for all updates of a serial step. Returns for how many seconds.
+
+        `written`: when the last of their writes to NVMe ended, 0 if there was none.
+        """
         return time.perf_counter() - began
 
     def addition_ends(self, numel: int, started: float) -> None:  # noqa: B027

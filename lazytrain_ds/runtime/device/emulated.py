@@ -211,6 +211,10 @@ class EmulatedDevice(Device):
             self._gradients_in = self._clock.now()
             self._host.possible(self._gradients_in)
 
+    def update_possible(self, at: float) -> None:
+        if self._host is not None:
+            self._host.possible(at)
+
     def update_ends(self, block: int, share: float, started: float) -> tuple[float, float]:
         if self._host is None or not self._update_seconds:
             return super().update_ends(block, share, started)
@@ -221,10 +225,10 @@ class EmulatedDevice(Device):
         end = self._host.ends(started, seconds)
         return end - seconds, end
 
-    def updates_end(self, began: float) -> float:
+    def updates_end(self, began: float, written: float = 0.0) -> float:
         if self._host is None or self._clock is None:
-            return super().updates_end(began)
-        return self._clock.wait_for(Past(self._host.free_at), since=self._gradients_in)
+            return super().updates_end(began, written)
+        return self._clock.wait_for(Past(max(self._host.free_at, written)), since=self._gradients_in)
 
     def addition_ends(self, numel: int, started: float) -> None:
         if self._host is not None:

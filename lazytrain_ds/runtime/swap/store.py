@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -314,8 +314,10 @@ class NvmeStore:
             self._ledger.submit(operation, earlier)
         return operation.ticket
 
-    def read(self, key: str, out: torch.Tensor) -> Ticket:
+    def read(self, key: str, out: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Start reading `key` into `out`, which has the dtype and element count that was written (any shape).
+
+        `after`: transfers that must have ended, well or not, before `out` may be overwritten (a write from it).
 
         Raises at once if nothing was written under `key` or `out` does not match; the disk's errors come at the ticket,
         also the one of a write of `key` that failed.
@@ -330,7 +332,7 @@ class NvmeStore:
                     f"{out.numel()} x {out.dtype}"
                 )
             operation = self._operation("read", entry, spec, out, None)
-            self._submit_read(entry, operation)
+            self._submit_read(entry, operation, [each._operation for each in after if each._operation is not None])
         return operation.ticket
 
     def delete(self, key: str) -> None:
@@ -483,8 +485,8 @@ class NvmeStore:
         entry.spec, entry.last_write, entry.reads = spec, operation, []
         return operation, earlier
 
-    def _submit_read(self, entry: Entry, operation: Operation) -> None:
+    def _submit_read(self, entry: Entry, operation: Operation, after: Sequence[Operation] = ()) -> None:
         operation.source = entry.last_write
         entry.reads = [read for read in entry.reads if not read.ended]
         entry.reads.append(operation)
-        self._ledger.submit(operation, [entry.last_write] if entry.last_write else [])
+        self._ledger.submit(operation, [*after, *([entry.last_write] if entry.last_write else [])])

@@ -59,7 +59,8 @@ class Ticket:
     """One read or write under way. Until `wait` returned, a write's tensor must not change and a read's not be used.
 
     `payload_bytes` is the tensor's size, `disk_bytes` what the disk moves (padded). `start_seconds` and `end_seconds`
-    are time.perf_counter() of the first request's start and of completion; None before.
+    are time.perf_counter() of the first request's start and of completion; None before. `ready_seconds` is when the
+    last transfer that it had to wait for ended; None if there was none.
     """
 
     def __init__(self, kind: Kind, key: str, payload_bytes: int, disk_bytes: int) -> None:
@@ -69,6 +70,8 @@ class Ticket:
         self.disk_bytes = disk_bytes
         self.start_seconds: float | None = None
         self.end_seconds: float | None = None
+        self.ready_seconds: float | None = None
+        self._operation: Operation | None = None  # until it has ended
         self._played_end: float | None = None
         self._finished = threading.Event()
         self._error: SwapError | None = None
@@ -104,6 +107,7 @@ class Operation:
         request_bytes: int, length_alignment_bytes: int, on_ready: Callable[[Operation], None], by_caller: bool = False,
     ) -> None:  # fmt: skip
         self.ticket = ticket
+        ticket._operation = self
         self.path = path
         self.memory = memory
         self.keep_alive = keep_alive
@@ -222,9 +226,11 @@ class Ledger:
                 logger.exception("NVMe store: on_transfer failed for %r; the transfer itself is fine", ticket)
         with self.lock:
             operation.ended = True
+            ticket._operation = None
             dependents, operation.dependents = operation.dependents, []
             for dependent in dependents:
                 dependent.waits_for -= 1
+                dependent.ticket.ready_seconds = max(ticket.end_seconds, dependent.ticket.ready_seconds or 0.0)
             ready = [dependent for dependent in dependents if dependent.waits_for == 0]
         ticket._finished.set()
         return ready
