@@ -243,7 +243,7 @@ class LazyCoordinator(PartitionedParameterCoordinator):
                     and parameter.requires_grad
                     and self.store.view_of(parameter.data) is not None
                 ):
-                    self.store.device.ledger.charge(parameter.ds_numel * parameter.element_size(), OUTLASTING)
+                    self.store.device.charge(parameter.ds_numel * parameter.element_size(), OUTLASTING)
                     parameter.data = parameter.data.clone()
                     self._outlasting.append(parameter)
 

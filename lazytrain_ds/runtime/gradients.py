@@ -49,6 +49,7 @@ class GradientStore:
         self.threads = threads
         self.block_of = block_of
         self._in_flight: deque[tuple[Event, torch.Tensor, int, int]] = deque()
+        device.add_reliever(2, self.wait_for_oldest)
         self._staging: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.moved_bytes = 0
         self.on_stall: Callable[[ChannelName, float], None] = lambda channel, seconds: None
@@ -89,7 +90,7 @@ class GradientStore:
         self.make_room(block)
         flat = flat.to(buffer.dtype)
         byte_count = flat.numel() * flat.element_size()
-        self.device.ledger.charge(byte_count, PURPOSE)
+        self.device.charge(byte_count, PURPOSE)
         if first:
             event = self.device.copy_async(buffer, flat, "d2h", [self.device.record()], ("gradient", block))
         else:
@@ -121,12 +122,19 @@ class GradientStore:
             self._in_flight.popleft()
             self.device.ledger.discharge(byte_count, PURPOSE)
 
+    def wait_for_oldest(self) -> bool:
+        """Wait until the gradient that has been on its way longest has left the device; False if none is."""
+        if not self._in_flight:
+            return False
+        event, _, byte_count, _ = self._in_flight.popleft()
+        self.on_stall("d2h", self.device.host_waits(event))
+        self.device.ledger.discharge(byte_count, PURPOSE)
+        return True
+
     def settle(self) -> None:
         """Wait until every gradient has arrived and been added."""
-        while self._in_flight:
-            event, _, byte_count, _ = self._in_flight.popleft()
-            self.on_stall("d2h", self.device.host_waits(event))
-            self.device.ledger.discharge(byte_count, PURPOSE)
+        while self.wait_for_oldest():
+            pass
         self.worker.drain()
 
     def squared_norm(self, parameters: Iterable[Parameter]) -> float:

@@ -312,9 +312,11 @@ class StateHomes:
         return States(master, {**views, **place.numbers})
 
     def close(self) -> None:
-        """Let go of buffers and of device memory."""
-        self.settle()
-        self._free.clear()
-        for tier, master in zip(self.tiers, self.masters, strict=True):
-            if tier == "device":
-                self.device.free(master, PURPOSE)
+        """Let go of buffers and of device memory, also where a write has failed (which is raised at the end)."""
+        try:
+            self.settle()
+        finally:
+            self._free.clear()
+            for tier, master in zip(self.tiers, self.masters, strict=True):
+                if tier == "device":
+                    self.device.free(master, PURPOSE)

@@ -204,12 +204,15 @@ class ParameterStore:
         self._free: dict[tuple[torch.dtype, int], list[tuple[torch.Tensor, Event]]] = {}
         self._slot_of_storage: dict[int, tuple[BlockParameters, Part]] = {}
         self._use_clock = 0
+        self._wanted: int | None = None  # the block that compute is about to use
         self._last_use: dict[int, int] = {}
         self.copies = 0
         self.copied_bytes = 0
+        device.add_reliever(0, self._trim)
+        device.add_reliever(3, self._evict)
 
     # -- slots -------------------------------------------------------------------------------------------------
-    def _take(self, part: Part, block: BlockParameters, must: bool) -> Event | None:
+    def _take(self, part: Part, must: bool) -> Event | None:
         """Give `part` a slot; returns the event after which it may be written. DeviceMemoryError when none fits."""
         key = (part.dtype, part.numel)
         pool = self._free.get(key)
@@ -218,10 +221,10 @@ class ParameterStore:
             return free_after
         while True:
             try:
-                part.slot = self.device.allocate(part.numel, part.dtype, PURPOSE)
+                part.slot = self.device.allocate(part.numel, part.dtype, PURPOSE, must)
                 return self.device.record()  # the allocator may hand out memory that queued compute still uses
             except DeviceMemoryError:
-                if not (self._trim() or (must and self._evict(block.index))):
+                if not self._trim():
                     raise
 
     def trim_slots(self) -> None:
@@ -238,7 +241,7 @@ class ParameterStore:
                 return True
         return False
 
-    def _evict(self, wanted: int) -> bool:
+    def _evict(self) -> bool:
         """Release the block that nobody holds and that was prefetched or used longest ago; False if there is none."""
         candidates = [
             block
@@ -246,7 +249,7 @@ class ParameterStore:
             if (block.state != "absent" or block.kept)
             and block.holds == 0
             and not block.resident
-            and block.index != wanted
+            and block.index != self._wanted
             and not block.in_use
         ]
         if not candidates:
@@ -262,6 +265,8 @@ class ParameterStore:
     def issue(self, index: int, must: bool = False) -> bool:
         """Queue the copy of a block. Optional prefetches (`must` False) return False where no slot is free."""
         block = self.blocks[index]
+        if must:
+            self._wanted = index
         if block.state != "absent" and not block.stale:
             return True
         if block.state == "present":
@@ -271,7 +276,7 @@ class ParameterStore:
         try:
             for part in block.parts:
                 if part.slot is None:
-                    free_after = self._take(part, block, must)
+                    free_after = self._take(part, must)
                     taken.append(part)
                     self._slot_of_storage[part.slot.untyped_storage().data_ptr()] = (block, part)
                     if free_after is not None:
@@ -323,6 +328,7 @@ class ParameterStore:
     def need(self, index: int) -> None:
         """Make a block's parameters present for the compute that follows."""
         block = self.blocks[index]
+        self._wanted = index
         self._use_clock += 1
         self._last_use[index] = self._use_clock
         if block.state == "absent" or (block.state == "in flight" and block.stale):

@@ -11,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -471,14 +470,19 @@ class LazyStage3(StateObservers, DeepSpeedZeroOptimizer_Stage3):
 
     def destroy(self) -> None:
         """End the updates under way and free everything, also after a failure (which is raised at the end)."""
-        with ExitStack() as endings:  # last in, first out
-            endings.callback(super().destroy)
-            endings.callback(unguard_state, self.optimizer)
-            endings.callback(self._lt_worker.close)
-            endings.callback(self._lt_states.close)
-            if self._lt_one_rank and hasattr(self, "_lt_store"):
-                endings.callback(self._lt_store.close)
-            self.drain()
+        endings: list[Callable[[], Any]] = [self.drain]
+        if self._lt_one_rank and hasattr(self, "_lt_store"):
+            endings.append(self._lt_store.close)
+        endings += [self._lt_states.close, self._lt_worker.close]
+        endings += [partial(unguard_state, self.optimizer), super().destroy]
+        failure: BaseException | None = None
+        for end in endings:
+            try:
+                end()
+            except BaseException as error:
+                failure = failure or error  # the later ones come of it, or say it again
+        if failure is not None:
+            raise failure
 
 
 def _draining(name: str) -> Callable[..., Any]:

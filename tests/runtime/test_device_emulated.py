@@ -58,6 +58,38 @@ def test_the_cap_is_a_cap_and_the_error_says_what_is_held():
     device.close()
 
 
+def test_at_the_cap_whoever_can_give_memory_back_is_asked_in_order_before_there_is_an_error():
+    device = EmulatedDevice(Emulation(1000, h2d=1e9, d2h=1e9))
+    held = {"a copy out": [300], "a gradient": [200, 200], "a prefetch": [300]}
+    asked: list[str] = []
+
+    def reliever(name):
+        def relieve() -> bool:
+            if not held[name]:
+                return False
+            asked.append(name)
+            device.ledger.discharge(held[name].pop(), name)
+            return True
+
+        return relieve
+
+    for order, name in ((2, "a gradient"), (3, "a prefetch"), (1, "a copy out")):
+        for byte_count in held[name]:
+            device.charge(byte_count, name)
+        device.add_reliever(order, reliever(name))
+    with pytest.raises(DeviceMemoryError):
+        device.allocate(100, torch.uint8, "optional", must=False)
+    assert asked == []
+    device.charge(600, "a visit")
+    assert asked == ["a copy out", "a gradient", "a gradient"]
+    device.allocate(100, torch.uint8, "a fetch")
+    with pytest.raises(DeviceMemoryError, match="a fetch 100 B, a visit 600 B"):
+        device.charge(400, "too much")
+    assert asked[3:] == ["a prefetch"], "everybody was asked before the error"
+    assert device.ledger.live_bytes == 700
+    device.close()
+
+
 @pytest.mark.parametrize(
     ("section", "reason"),
     [

@@ -100,6 +100,7 @@ class Mover:
         self._free_keys: deque[str] = deque()
         self._new_keys = (f"activation-{index}" for index in itertools.count())
         self._lock = threading.Lock()
+        device.add_reliever(1, self._wait_for_departure)
 
     def _empty_host(self, byte_count: int) -> torch.Tensor:
         if self._pin_memory:
@@ -107,26 +108,14 @@ class Mover:
         return torch.empty(byte_count, dtype=torch.uint8)
 
     # -- memory ------------------------------------------------------------------------------------------------
-    def charge(self, byte_count: int, purpose: str) -> None:
-        """Count device bytes; at the cap, waits for activations that are leaving before it gives up."""
-        while True:
-            try:
-                self.device.ledger.charge(byte_count, purpose)
-                return
-            except DeviceMemoryError:
-                if not self._wait_for_departure():
-                    raise
-
     def try_allocate(self, byte_count: int, must: bool) -> torch.Tensor | None:
         """Device memory for what comes back; None where an optional fetch finds none."""
-        while True:
-            try:
-                return self.device.allocate(byte_count, torch.uint8, "activations (back)")
-            except DeviceMemoryError:
-                if not must:
-                    return None
-                if not self._wait_for_departure():
-                    raise
+        try:
+            return self.device.allocate(byte_count, torch.uint8, "activations (back)", must)
+        except DeviceMemoryError:
+            if must:
+                raise
+            return None
 
     def _wait_for_departure(self) -> bool:
         for reference in list(self._moving):

@@ -143,7 +143,7 @@ class KeptAccount:
         seen, self._seen = self._seen, []
         byte_count = sum({key: size for handle, key, size in seen if handle() is not None}.values())
         if byte_count:
-            mover.charge(byte_count, f"activations ({self.role})")
+            mover.device.charge(byte_count, f"activations ({self.role})")
             self.byte_count, self._mover = byte_count, mover
 
     @property
@@ -191,7 +191,7 @@ class OffloadedStorage:
         self._key: str | None = None
         self._host: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
-        mover.charge(self.byte_count, "activations (leaving)")
+        mover.device.charge(self.byte_count, "activations (leaving)")
         try:
             self._host = mover.take_host(self.byte_count, tier)
             self._source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(

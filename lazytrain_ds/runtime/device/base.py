@@ -34,6 +34,10 @@ OnWait = Callable[[float, float], None]
 OnVisit = Callable[[str, int, float, float], None]
 """`on_visit(phase, block, start, end)`: compute used a block; times are time.perf_counter()."""
 
+Relieve = Callable[[], bool]
+"""Give back device memory that somebody else will need less urgently, or wait until some has been given back; False
+when there is none to give."""
+
 __all__ = ["Device", "DoneEvent", "Event", "HostEvent", "Ledger", "OutOfDeviceMemoryError"]
 
 
@@ -157,12 +161,32 @@ class Device(ABC):
         self.on_visit: OnVisit | None = None
         self.throttle: Throttle | None = None
         self.debug = False
+        self._relievers: list[tuple[int, Relieve]] = []
 
     # -- memory ------------------------------------------------------------------------------------------------
-    def allocate(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """A counted, uninitialised 1-D tensor on the device; DeviceMemoryError above the cap."""
+    def add_reliever(self, order: int, relieve: Relieve) -> None:
+        """At the cap `relieve` is asked, those of a lower `order` first, until there is room.
+
+        The first step has not been slowed down by anything yet: its forward runs ahead of the copies that make room in
+        a plan's steady state, and has to wait for them.
+        """
+        self._relievers.append((order, relieve))
+        self._relievers.sort(key=lambda entry: entry[0])
+
+    def charge(self, byte_count: int, purpose: str, must: bool = True) -> None:
+        """Count `byte_count` more; at the cap ask the relievers, then (at once if not `must`) DeviceMemoryError."""
+        while True:
+            try:
+                self.ledger.charge(byte_count, purpose)
+                return
+            except DeviceMemoryError:
+                if not must or not any(relieve() for _, relieve in self._relievers):
+                    raise
+
+    def allocate(self, numel: int, dtype: torch.dtype, purpose: str, must: bool = True) -> torch.Tensor:
+        """A counted, uninitialised 1-D tensor on the device; above the cap as `charge`."""
         byte_count = numel * dtype.itemsize
-        self.ledger.charge(byte_count, purpose)
+        self.charge(byte_count, purpose, must)
         try:
             return self._empty(numel, dtype)
         except BaseException:

@@ -198,7 +198,8 @@ class EmulatedDevice(Device):
     def visit_begins(self, phase: str, block: int) -> int:
         seconds, extra = self._visits.get((KINDS[phase], block), (0.0, 0))
         if extra:
-            self.ledger.touch(extra, TRANSIENT)
+            self.charge(extra, TRANSIENT)
+            self.ledger.discharge(extra, TRANSIENT)
         if self._clock is not None:
             self._clock.visit_begins(seconds)
         return extra
