@@ -287,7 +287,7 @@ class ParameterStore:
             if must:
                 raise
             return False
-        if block.stale or not block.stays:
+        if taken or block.stale or not block.stays:  # a slot just taken holds nothing yet, whatever was current before
             self.before_issue(index)
             updates = tuple(self.ready(index))
             after = [*waits, *updates]

@@ -95,6 +95,27 @@ def test_very_different_plans_may_follow_each_other(disk, name, dtype, accumulat
     result.assert_identical(expected)
 
 
+def test_frozen_blocks_become_resident(disk):
+    """Nothing updates them, so only their move can say that a new slot holds nothing yet."""
+
+    def execute(resident: bool) -> Result:
+        torch.manual_seed(0)
+        model = MODELS["gpt"]()
+        model.blocks[1].requires_grad_(False)
+        with engine_of(model, settings(disk, "fp32", 1, "adamw", "megatrain")) as engine:
+            torch.manual_seed(7)
+            first = train(engine, tokens(STEPS)[:2])
+            if resident:
+                plan = engine.lazytrain_plan
+                blocks = tuple(replace(block, parameter_tier="device") for block in plan.blocks)
+                assert blocks != plan.blocks
+                engine._lt_adopt(engine.lazytrain_instance, replace(plan, blocks=blocks))
+            rest = train(engine, tokens(STEPS)[2:])
+        return Result([*first.losses, *rest.losses], [*first.gradients, *rest.gradients], rest.weights)
+
+    execute(True).assert_identical(execute(False))
+
+
 # -- what real steps show ------------------------------------------------------------------------------------------
 def test_a_link_that_slows_down_in_the_middle_of_a_run(capsys):
     """Measured, solved again, moved at a step boundary; the same bits as a run without."""

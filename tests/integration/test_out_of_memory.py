@@ -11,6 +11,7 @@ import gc
 import json
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from torch import nn
 from lazytrain_ds.errors import DeviceMemoryError
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.simulator import Simulator
+from lazytrain_ds.runtime import ladder
 from lazytrain_ds.runtime.ladder import changes, safer_plans
 from tests.integration.training import Result, config, engine_of, plan_block, rule_block, train
 
@@ -166,6 +168,20 @@ def test_a_micro_batch_that_ran_out_of_memory_runs_again_exactly(case, accumulat
     assert len(lines) == len(CASES[case]) and all("runs again under a safer plan (ladder" in line for line in lines)
     assert all(" -> " in line.partition("): block")[2] for line in lines), lines
     assert plans[0].origin.startswith("ladder")
+
+
+def test_the_second_attempt_may_keep_parameters_that_the_first_one_streamed(monkeypatch):
+    """No update has come in between: what a block's new slot gets is copied all the same."""
+
+    def residents(instance, plan):
+        return [replace(plan, blocks=tuple(replace(block, parameter_tier="device") for block in plan.blocks))]
+
+    monkeypatch.setattr(ladder, "safer_plans", residents)
+    streamed = rule_block("megatrain")
+    plans = []
+    got = run(streamed, 1, [(0, "backward", 1, 0)], look=lambda engine: plans.append(engine.lazytrain_plan))
+    assert {block.parameter_tier for block in plans[0].blocks} == {"device"}
+    assert_same(got, run(streamed))
 
 
 @pytest.mark.parametrize("rule", ["checkpoint_all", "megatrain"])
