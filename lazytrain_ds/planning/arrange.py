@@ -180,13 +180,23 @@ def _optimizers(
 def arrange(
     relaxation: Relaxation, counts: dict[Key, float], base: Plan, orders: tuple[Order, ...] = ORDERS
 ) -> Iterator[tuple[Order, Plan]]:
-    """(order, plan) with these counts in each of `orders`; what counts do not cover (leads) is as in `base`."""
+    """(order, plan) with these counts in each of `orders`; what counts do not cover (leads) is as in `base`.
+
+    With a fixed placement every block's parameters and optimizer are those of `base`: counts would let blocks of a
+    class change places, but what they own lies where it lies.
+    """
+    fixed = relaxation.fixed is not None
+    if fixed:
+        orders = tuple({order[0]: order for order in reversed(orders)}.values())[::-1]  # the rest would repeat them
     for pattern, residents, steps in orders:
         blocks: list[BlockPlan] = list(base.blocks)
         for g, group in enumerate(relaxation.groups):
             activations = _activations(relaxation, g, counts, pattern)
-            parameters = _parameters(relaxation, g, counts, residents, activations)
-            trainable = group.numbers.trainable
+            if fixed:
+                parameters = [relaxation.parameter_of(base.blocks[block]) for block in group.blocks]
+            else:
+                parameters = _parameters(relaxation, g, counts, residents, activations)
+            trainable = group.numbers.trainable and not fixed
             optimizers = _optimizers(relaxation, g, counts, parameters, steps) if trainable else []
             for index, block in enumerate(group.blocks):
                 option, (tier, keep) = activations[index], parameters[index]

@@ -65,9 +65,9 @@ def solve(
 ) -> Plan:
     """The best plan found for `instance`, with its prediction (times, peaks, lower bound, best rule).
 
-    `placement`: take parameters, optimizer, micro-batch, rounds and step mode from this plan and decide activations
-    only. `kind`: "auto" (everything), "paper" (the published activation program) or a rule's name. `gap`: stop looking
-    once the plan is this close to its bound. `solver`: "auto", "highs" or "scip".
+    `placement`: take every block's parameters and optimizer, micro-batch, rounds and step mode from this plan and
+    decide activations and prefetch leads only. `kind`: "auto" (everything), "paper" (the published activation program)
+    or a rule's name. `gap`: stop looking once the plan is this close to its bound. `solver`: "auto", "highs" or "scip".
     Raises InfeasibleError with the shortages when nothing fits, PlanError for a kind or placement outside the space.
     """
     with _no_collector():

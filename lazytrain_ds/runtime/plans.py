@@ -18,7 +18,7 @@ import torch
 from deepspeed import comm as dist
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, LazyTrainError, UnsupportedError
+from lazytrain_ds.errors import ConfigError, LazyTrainError, PlanError, UnsupportedError
 from lazytrain_ds.hardware.probe import cache_directory, machine_key
 from lazytrain_ds.hardware.spec import HardwareSpec
 from lazytrain_ds.optim.fused_adamw import FusedAdamW
@@ -358,11 +358,19 @@ class PlanBook:
         instance = self._corrected(estimated, rows)
         placement = replace(self.placement, micro_batch=rows, rounds=rounds, prediction=None)
         placement = self._with_legal_activations(placement, instance)
-        self._accept(instance, self._choose(instance, placement))
+        plan = self._choose(instance, placement)
+        self._check_homes(plan)
+        self._accept(instance, plan)
         self.estimated = estimated
         self._put_in_force()
         self._seen = (rows, length)  # only now: a shape that was refused is refused again
         return True
+
+    def _check_homes(self, plan: Plan) -> None:
+        """What blocks own is in its place since the start, and stays there."""
+        for index, (block, placed) in enumerate(zip(plan.blocks, self.placement.blocks, strict=True)):
+            if (block.parameter_tier, block.optimizer) != (placed.parameter_tier, placed.optimizer):
+                raise PlanError(f"block {index}: the plan for this batch wants its parameters or states elsewhere")
 
     def _put_in_force(self) -> None:
         """The executing parts ask the present policy from here on."""

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from ortools.math_opt.python import mathopt
 
@@ -29,6 +31,23 @@ def test_with_a_placement_only_activations_are_decided():
     assert [block.optimizer for block in plan.blocks] == [block.optimizer for block in placement.blocks]
     assert [block.parameter_tier for block in plan.blocks] == [block.parameter_tier for block in placement.blocks]
     assert (plan.micro_batch, plan.optimizer_step) == (placement.micro_batch, placement.optimizer_step)
+    assert [block.choice for block in plan.blocks] != [block.choice for block in placement.blocks]
+
+
+@pytest.mark.parametrize("gigabytes", [7, 8, 9])
+def test_with_a_placement_each_block_keeps_its_own_home(gigabytes):
+    """Not only as many of each kind: blocks of one class may not change places."""
+    instance = with_caps(INSTANCE, device=gigabytes * 10**9)
+    found = solve(instance, time_limit_seconds=0.5)
+    blocks = list(found.blocks)
+    for index in (1, 2, 5, 11, 12):  # in an order that no planner would choose
+        blocks[index] = replace(blocks[index], parameter_tier="device")
+    for index in (3, 4, 9, 14):
+        blocks[index] = replace(blocks[index], parameter_tier="host")
+    placement = replace(found, blocks=tuple(blocks), prediction=None)
+    plan = solve(with_caps(INSTANCE, device=2 * gigabytes * 10**9), placement=placement, time_limit_seconds=0.5)
+    for mine, wanted in zip(plan.blocks, placement.blocks, strict=True):
+        assert (mine.parameter_tier, mine.optimizer) == (wanted.parameter_tier, wanted.optimizer)
     assert [block.choice for block in plan.blocks] != [block.choice for block in placement.blocks]
 
 

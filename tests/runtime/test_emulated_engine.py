@@ -215,6 +215,7 @@ def peak_under(memory: int, seed: int | None = None) -> tuple[int, int, list[flo
             losses.append(loss.item())
         engine.optimizer.drain()
         book = engine._lt_book
+        assert not book.plan.origin.startswith("ladder"), "it ran out of memory and went on under a safer plan"
         return book.device.ledger.peak_bytes, book.plan.prediction.peak_bytes("device"), losses
 
 
