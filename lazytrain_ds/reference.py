@@ -249,7 +249,8 @@ def _errors_page() -> str:
         "| exit code -9, no message | the kernel's out-of-memory killer | set `host_memory` below what is free; `lazytrain "
         "plan` prints need and have of every phase |",
         "| the run stands still at its start | a kernel is being built, or an interrupted build left a lock | after 10 s a "
-        "line says what is going on; `lazytrain doctor` finds stale locks |",
+        "line says what is going on and which lock is in the way; if no build is running, delete that file (`lazytrain "
+        "doctor` finds all of them) |",
         "| `note: ... pageable memory` | the driver refuses to page-lock more (WSL2, containers) | nothing; copies are "
         'slower. `"pin_memory": false` in an offload section avoids the attempt |',
         "| compute waits a large share of the step | a channel is the bottleneck | `lazytrain explain RUN_DIR` says which "

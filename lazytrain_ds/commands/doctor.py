@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lazytrain_ds.errors import ConfigError, format_bytes
+from lazytrain_ds.hardware.kernel_builds import build_locks, extensions_directory
 
 Status = Literal["ok", "note", "wrong"]
 
@@ -167,24 +167,17 @@ def asynchronous_io() -> list[Finding]:
     return [Finding("libaio", "note", "not found: NVMe goes through the thread pool, which needs nothing installed")]
 
 
-def extensions_directory() -> Path:
-    """Where torch builds kernels."""
-    configured = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(configured) if configured else Path.home() / ".cache" / "torch_extensions"
-
-
 def stale_locks(root: Path, *, now: float | None = None) -> list[Finding]:
     """Lock files that an interrupted build left: the next run would wait for ever."""
-    now = time.time() if now is None else now
     found = []
-    for lock in sorted(root.glob("**/lock")) if root.is_dir() else []:
-        age = now - lock.stat().st_mtime
+    for lock in build_locks(root):
+        age = lock.age_seconds(now)
         if age > STALE_LOCK_SECONDS:
             minutes = f"{age / 60:.0f} minutes old"
-            text = f"{lock} is {minutes}: unless a build is running, delete it (a run would wait for ever)"
+            text = f"{lock.path} is {minutes}: unless a build is running, delete it (a run would wait for ever)"
             found.append(Finding("kernel builds", "wrong", text))
         else:
-            found.append(Finding("kernel builds", "note", f"{lock}: a build seems to be running"))
+            found.append(Finding("kernel builds", "note", f"{lock.path}: a build seems to be running"))
     return found or [Finding("kernel builds", "ok", f"no lock left in {root}")]
 
 

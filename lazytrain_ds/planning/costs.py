@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lazytrain_ds.planning.instance import BlockClass, Instance, OptimizerMode
 from lazytrain_ds.planning.plan import SubGroupPlan
-from lazytrain_ds.planning.schema import TIERS
+from lazytrain_ds.planning.schema import PHASES, TIERS, TierName
 
 __all__ = ["BlockNumbers", "Costs", "optimizer_seconds", "state_bytes"]
 
@@ -67,6 +67,8 @@ class Costs:
     """The per-block numbers of `instance` at `micro_batch`, and its rates and caps.
 
     `choices[block][name]` is (kept bytes, offloadable bytes, recompute seconds, needs input, is the boundary kind).
+    `useful`: the caps, but no more than any plan can need, so that models scaled and limited by it do not depend on
+    what a machine happens to have free beyond that.
     """
 
     def __init__(self, instance: Instance, micro_batch: int) -> None:
@@ -110,11 +112,36 @@ class Costs:
             if block != owner:
                 self.borrowed.setdefault(block, []).append(owner)
         self.caps = {name: instance.tier(name).usable_bytes for name in TIERS}
+        self.useful = {name: min(self.caps[name], most) for name, most in self._most().items()}
         self.h2d = instance.channel("h2d")
         self.d2h = instance.channel("d2h")
         self.nvme_read = instance.channel("nvme_read")
         self.nvme_write = instance.channel("nvme_write")
         self._groups: dict[tuple[str, SubGroupPlan], tuple[float, int]] = {}
+
+    def _most(self) -> dict[TierName, int]:
+        """At least as many bytes per tier as any plan at this micro-batch can need, phases included."""
+        instance, on_nvme = self.instance, self.caps["nvme"] > 0
+        phases = [instance.phase(name) for name in PHASES]
+        device = instance.fixed_device_bytes + max(phase.device_bytes for phase in phases)
+        host = instance.fixed_host_bytes + max(phase.host_bytes for phase in phases)
+        nvme = max(phase.nvme_bytes for phase in phases)
+        groups = [SubGroupPlan(mode.step_device, mode.precision, mode.step_device) for mode in instance.optimizer_modes]
+        staged = visiting = gradients = 0
+        for block, numbers in enumerate(self.blocks):
+            states = max((state_bytes(instance, self.classes[block], group) for group in groups), default=0)
+            activations = numbers.boundary_bytes + max(choice[0] for choice in self.choices[block].values())
+            # In backward what was dropped is made again while what came back is still there.
+            device += numbers.parameter_bytes + numbers.accumulation_bytes + states + numbers.gradient_bytes
+            device += 2 * (numbers.boundary_bytes + max(activations, numbers.full_kept_bytes))
+            gradients = max(gradients, numbers.gradient_bytes)
+            visiting = max(visiting, numbers.transient_forward_bytes, numbers.transient_backward_bytes)
+            # What lives on NVMe is in host memory on its way there and back, both at once at worst.
+            host += numbers.parameter_bytes + numbers.accumulation_bytes + states
+            host += activations * (2 if on_nvme else 1)
+            nvme += numbers.parameter_bytes + states + activations
+            staged = max(staged, numbers.gradient_bytes + (states + numbers.parameter_bytes if on_nvme else 0))
+        return {"device": device + visiting + 2 * gradients, "host": host + 2 * staged, "nvme": nvme}
 
     def group(self, block: int, group: SubGroupPlan) -> tuple[float, int]:
         """(update seconds, state bytes) of a block's sub-group."""

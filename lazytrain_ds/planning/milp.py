@@ -72,7 +72,7 @@ class CountModel:
         self.short: dict[TierName, mathopt.Variable] = {}
         self._scale = self._time_scale()
         # Bytes enter the program in units that make the device's capacity, and so all coefficients, moderate numbers.
-        self._unit = max(1.0, relaxation.costs.caps["device"] / 256, relaxation.costs.caps["host"] / 16384)
+        self._unit = max(1.0, relaxation.costs.useful["device"] / 256, relaxation.costs.useful["host"] / 16384)
         self._counts()
         self._segments()
         self._times()
@@ -260,7 +260,7 @@ class CountModel:
         step = instance.phase("step")
         extra = {"device": step.device_bytes, "host": step.host_bytes, "nvme": step.nvme_bytes}
         for tier in TIERS:
-            cap = (costs.caps[tier] - extra[tier]) / self._unit
+            cap = (costs.useful[tier] - extra[tier]) / self._unit
             slack: mathopt.Variable | float = 0.0
             if tier in self.elastic:
                 slack = self.short[tier] = model.add_variable(lb=0.0, name=f"short_{tier}")

@@ -369,7 +369,7 @@ class PositionModel(CountModel):
         down = costs.d2h.bytes_per_second * scale / unit
         up = costs.h2d.bytes_per_second * scale / unit
         latency = 3 * self._window * costs.h2d.latency_seconds / scale
-        cap = (costs.caps["device"] - relaxation.instance.phase("step").device_bytes) / unit
+        cap = (costs.useful["device"] - relaxation.instance.phase("step").device_bytes) / unit
         static = self._expression(relaxation.memory["device"], unit)
         base = model.add_variable(lb=0.0, name=f"{kind}_static")
         add(base - static >= 0.0)

@@ -27,6 +27,7 @@ from lazytrain_ds.errors import UnsupportedError
 from lazytrain_ds.rewrite import RewrittenConfig, rewrite
 from lazytrain_ds.runtime.arguments import configs_hidden, given_config, read_config
 from lazytrain_ds.runtime.overrides import OVERRIDDEN, Override, check_signatures
+from lazytrain_ds.runtime.progress import starting
 
 __all__ = ["OVERRIDDEN", "Override", "check_signatures", "install", "say"]
 
@@ -84,7 +85,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         _say_once(prepared.replacements, then_forget=True)
         bound.pop("config_params", None)
         bound["config"] = prepared.rewritten
-        with configs_hidden(bound.get("args")):
+        with configs_hidden(bound.get("args")), starting("deepspeed.initialize"):
             engine = importlib.import_module("lazytrain_ds.runtime.engine")
             return engine.initialize(prepared.block, original, (), dict(bound), prepared.rewritten)
 
@@ -111,7 +112,8 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         call.arguments["config" if call.arguments.get("config") is not None else "config_dict_or_path"] = (
             prepared.rewritten
         )
-        return original(*call.args, **call.kwargs)
+        with starting("deepspeed.zero.Init"):
+            return original(*call.args, **call.kwargs)
 
     setattr(__init__, _MARK, True)
     return __init__

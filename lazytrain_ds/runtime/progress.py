@@ -3,7 +3,8 @@
     with phase("planning"):
         ...
 
-Phases nest; the innermost one speaks. The thread exists only while a phase is open.
+Phases nest; the innermost one speaks. The thread exists only while a phase is open. While `deepspeed.initialize` or
+`zero.Init` runs (`starting`), DeepSpeed may build kernels or wait for the lock of another build: that is said as well.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any, TypeVar
 import psutil
 
 from lazytrain_ds.errors import format_bytes
+from lazytrain_ds.hardware.kernel_builds import build_locks
 
-__all__ = ["HEARTBEAT_SECONDS", "in_first_step", "in_phase", "phase"]
+__all__ = ["HEARTBEAT_SECONDS", "in_first_step", "in_phase", "phase", "starting"]
 
 HEARTBEAT_SECONDS = 10.0
 
@@ -34,6 +36,7 @@ class _Heartbeat:
         self._changed = threading.Condition()
         self._open: list[tuple[str, float]] = []
         self._thread: threading.Thread | None = None
+        self.builds = 0  # how many open phases may build kernels
 
     def begin(self, name: str) -> tuple[str, float]:
         entry = (name, time.monotonic())
@@ -65,7 +68,8 @@ class _Heartbeat:
                 if self._thread is me and self._open[-1] == (name, began):
                     seconds = time.monotonic() - began
                     held = format_bytes(psutil.Process().memory_info().rss)
-                    print(f"[lazytrain] {name}: {seconds:.0f} s so far, process memory {held}", flush=True)
+                    builds = kernel_builds(time.time() - (time.monotonic() - self._open[0][1])) if self.builds else ""
+                    print(f"[lazytrain] {name}: {seconds:.0f} s so far, process memory {held}{builds}", flush=True)
 
 
 _HEARTBEAT = _Heartbeat()
@@ -79,6 +83,33 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         _HEARTBEAT.end(entry)
+
+
+@contextmanager
+def starting(name: str) -> Iterator[None]:
+    """A phase in which DeepSpeed may build kernels."""
+    _HEARTBEAT.builds += 1
+    try:
+        with phase(name):
+            yield
+    finally:
+        _HEARTBEAT.builds -= 1
+
+
+def kernel_builds(began: float) -> str:
+    """What the locks of kernel builds say: those made since `began` (seconds since the epoch) are most likely ours."""
+    said = []
+    for lock in build_locks():
+        if lock.made >= began - 1.0:  # file systems round times
+            said.append(f"building {lock.kernel}")
+        else:
+            minutes = lock.age_seconds() / 60
+            said.append(
+                f"{lock.path} is there since {minutes:.0f} minutes, and a run that needs that kernel waits for the "
+                "build that made it; if no build is running, one was interrupted and the wait has no end: "
+                f"rm {lock.path}"
+            )
+    return "".join(f"; {each}" for each in said)
 
 
 def in_phase(name: str) -> Callable[[Method], Method]:

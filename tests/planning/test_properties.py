@@ -49,6 +49,19 @@ def test_bytes_are_conserved_per_channel(seed):
 
 @few
 @given(seeds)
+def test_no_plan_needs_more_than_what_counts_as_useful(seed):
+    instance = random_instance(seed)
+    plan = random_plan(instance, random.Random(seed))
+    endless = replace(instance, tiers=tuple(replace(tier, capacity_bytes=10**18) for tier in instance.tiers))
+    simulator = Simulator(endless)
+    useful = simulator.costs(plan.micro_batch).useful
+    outcome = simulator.run(plan)
+    for tier, need in simulator.phase_needs(outcome.program, outcome.peaks).items():
+        assert max(need.values()) <= useful[tier] < 10**18
+
+
+@few
+@given(seeds)
 def test_timeline_and_fast_run_agree_on_any_plan(seed):
     instance = random_instance(seed)
     plan = random_plan(instance, random.Random(seed))

@@ -25,6 +25,15 @@ def test_a_plan_is_checked_predicted_and_no_worse_than_any_rule():
     assert plan == solve(INSTANCE, time_limit_seconds=0.5)
 
 
+@pytest.mark.parametrize("host", (64 * 10**9, 91_300_000_000, 200 * 10**9))
+def test_what_a_machine_happens_to_have_free_beyond_all_need_changes_nothing(host):
+    def plan(byte_count):
+        found = solve(with_caps(INSTANCE, host=byte_count), time_limit_seconds=0.5)
+        return replace(found, instance="")
+
+    assert plan(host) == plan(10**12)
+
+
 def test_with_a_placement_only_activations_are_decided():
     placement = checkpoint_all(INSTANCE)
     plan = solve(INSTANCE, placement=placement, time_limit_seconds=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from lazytrain_ds.runtime import progress
-from lazytrain_ds.runtime.progress import in_first_step, in_phase, phase
+from lazytrain_ds.runtime.progress import in_first_step, in_phase, phase, starting
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,34 @@ def test_the_innermost_phase_speaks(capsys):
         told = capsys.readouterr().out
         assert "outer" in told and "inner" not in told
     assert not beating()
+
+
+@pytest.fixture
+def extensions(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("minutes", [None, 0, 63])
+def test_u29_a_start_that_waits_for_a_kernel_says_for_what_and_which_file_to_remove(extensions, capsys, minutes):
+    lock = extensions / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    if minutes:
+        lock.touch()
+        os.utime(lock, (time.time() - 60 * minutes, time.time() - 60 * minutes))
+    with starting("deepspeed.initialize"):
+        if minutes == 0:  # the run's own build
+            lock.touch()
+        with phase("inner"):
+            time.sleep(0.12)
+    told = capsys.readouterr().out
+    assert "inner" in told
+    assert ("building deepspeed_shm_comm" in told) == (minutes == 0)
+    assert ("since 63 minutes" in told and f"rm {lock}\n" in told) == (minutes == 63)
+    with phase("later"):
+        time.sleep(0.12)
+    told = capsys.readouterr().out
+    assert "later" in told and "shm_comm" not in told
 
 
 def test_an_error_ends_the_phase():
