@@ -11,7 +11,6 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +46,7 @@ from lazytrain_ds.runtime.questions import (
     generators_untouched,
     give_store_name,
     model_length,
+    plan_from_file,
     take_store_name,
 )
 from lazytrain_ds.runtime.relocation import Moves
@@ -245,10 +245,7 @@ class PlanBook:
 
     def _choose_here(self, instance: Instance, placement: Plan | None) -> Plan:
         if self.config.plan_file != "auto":
-            path = Path(self.config.plan_file).expanduser()
-            if not path.is_file():
-                raise ConfigError(f'"lazytrain.plan_file": there is no file {str(path)!r}')
-            plan = Plan.from_json(path.read_bytes())
+            plan = plan_from_file(self.config.plan_file)
             if plan.micro_batch != instance.micro_batches[0]:
                 rounds = instance.rounds(instance.micro_batches[0])
                 plan = replace(plan, micro_batch=instance.micro_batches[0], rounds=rounds)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from lazytrain_ds.config import LazyTrainConfig
-from lazytrain_ds.errors import ConfigError, InfeasibleError, PlanError
+from lazytrain_ds.errors import ConfigError, InfeasibleError, PlanError, SchemaError
 from lazytrain_ds.planning.instance import Allowed
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.rules import RULES
@@ -27,6 +29,7 @@ __all__ = [
     "generators_untouched",
     "give_store_name",
     "model_length",
+    "plan_from_file",
     "take_store_name",
 ]
 
@@ -66,9 +69,23 @@ def allowed_by(config: LazyTrainConfig, world_size: int, own_optimizer: bool = T
     def forced(value: str, possible: tuple[str, ...], key: str) -> tuple[str, ...]:
         if value in TIERS:
             if value not in possible:
-                raise ConfigError(f'"lazytrain.{key}": "{value}" cannot be carried out here, only {possible}')
+                raise ConfigError(
+                    f'"lazytrain.{key}": "{value}" cannot be carried out here, only {", ".join(map(repr, possible))}'
+                    + why_not(value, key)
+                )
             return (value,)
         return possible
+
+    def why_not(value: str, key: str) -> str:
+        if value == "nvme" and config.nvme_path == "auto":
+            return '; give the directory of the swap files, "lazytrain.nvme_path"'
+        if key == "activations":
+            return ""
+        if not one_rank:
+            return "; with more than one rank it is DeepSpeed that gathers parameters and steps states"
+        if key == "optimizer_states" and not own_optimizer:
+            return '; states elsewhere need an optimizer of ours: "type": "AdamW" or "HybridAdamW8bit" in the config'
+        return "; on a GPU states are where they are updated, on the host" if value == "device" else ""
 
     nvme = ("nvme",) if config.nvme_path != "auto" else ()
     activation_tiers = ("device", "host", *nvme)
@@ -84,6 +101,33 @@ def allowed_by(config: LazyTrainConfig, world_size: int, own_optimizer: bool = T
         optimizer_tiers=forced(config.optimizer_states, state_tiers, "optimizer_states"),
         step_modes=("hidden", "serial") if world_size == 1 else ("serial",),
     )
+
+
+def plan_from_file(name: str) -> Plan:
+    """The plan in a file: one that a run left in its report directory, or an answer of `lazytrain plan --json`.
+
+    ConfigError names the file and what is wrong with it.
+    """
+    path = Path(name).expanduser()
+    key = f'"lazytrain.plan_file": {str(path)!r}'
+    if not path.is_file():
+        raise ConfigError(f'"lazytrain.plan_file": there is no file {str(path)!r}')
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} cannot be read: {error}") from error
+    if isinstance(content, dict) and "fits" in content and "plan" in content:
+        if content["plan"] is None:
+            raise ConfigError(f'{key} is an answer of `lazytrain plan` that says "does not fit", and holds no plan')
+        text = json.dumps(content["plan"])
+    try:
+        return Plan.from_json(text)
+    except SchemaError as error:
+        raise ConfigError(
+            f"{key} is not a plan ({error}); a run leaves its plan in `report_dir`, and `lazytrain plan --json FILE` "
+            "writes one"
+        ) from error
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from tests.integration.training import Result, config, plan_block, rule_block, r
 from tests.integration.zoo import ZOO, features
 
 STEPS = 3
-# Not compared with stock ZeRO-3, which updates a parameter that got no gradient with the one it got before.
-NOT_LIKE_STOCK = {"LayerDrop"}
+# Not compared with stock ZeRO-3, which updates a parameter that got no gradient with the one it got before, and fails
+# at its start on parameters without dimensions.
+NOT_LIKE_STOCK = {"LayerDrop", "Scalars"}
 
 
 def seeded(*arguments: Any, **keywords: Any) -> Result:

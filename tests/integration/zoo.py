@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,6 +199,72 @@ class Odd(Stack):
     block = OddBlock
 
 
+class ScalarBlock(OddBlock):
+    """A parameter without dimensions, and one that nothing but its exponential uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.temperature = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.temperature.exp())
+
+
+class Scalars(Stack):
+    block = ScalarBlock
+
+
+@dataclass
+class Output:
+    """What a block returns whose author likes dataclasses: tensors, None, numbers and text."""
+
+    hidden: torch.Tensor
+    norms: list[torch.Tensor]
+    nothing: None = None
+    count: int = 1
+    name: str = "block"
+
+
+class DataclassBlock(Mlp):
+    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+        out = super().forward(x)
+        return Output(out, [out.square().mean()], count=x.shape[0])
+
+
+class Dataclasses(Stack):
+    block = DataclassBlock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, norms = self.entry(x), []
+        for block in self.blocks:
+            output = block(hidden)
+            assert output.nothing is None and output.count == x.shape[0] and output.name == "block"
+            hidden = output.hidden
+            norms += output.norms
+        return self.head(hidden).square().mean() + 0.01 * torch.stack(norms).sum()
+
+
+class CacheBlock(Mlp):
+    """Fills a cache that goes from block to block, as decoders of Hugging Face do with `use_cache=True`."""
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:  # type: ignore[override]
+        out = super().forward(x)
+        cache.append(out.detach())
+        return out, cache
+
+
+class Caches(Stack):
+    block = CacheBlock
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        cache: list[torch.Tensor] = []
+        for block in self.blocks:
+            x, cache = block(x, cache)
+        assert len(cache) == self.count, "one entry per block, however often a block runs"
+        return x + 0.1 * cache[0]
+
+
 class Remember(torch.autograd.Function):
     """Keeps an integer tensor and a plain attribute in its context."""
 
@@ -289,6 +356,6 @@ ZOO: dict[str, type[Stack]] = {
     kind.__name__: kind
     for kind in (
         Stack, Keywords, SharedInside, SharedLayers, OtherOrder, Skips, Experts, Containers, Tied, LayerDrop, Odd,
-        CustomFunction, Buffers, FrozenNorms, FrozenNormsReentrant, Lora,
+        Scalars, Dataclasses, Caches, CustomFunction, Buffers, FrozenNorms, FrozenNormsReentrant, Lora,
     )
 }  # fmt: skip
