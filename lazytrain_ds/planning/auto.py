@@ -113,7 +113,7 @@ def plan_auto(
             continue
         limit = found.outcome.step_seconds if found.outcome.fits else float("inf")
         starts = _Starts(candidate, placement or base, search, solver, limit).collect(good)
-        chosen = _different(starts if placement is not None else [*starts, *own[:1]])
+        chosen = _different([*starts, *own[:1]])
         for plan, outcome in _improvements(search, chosen, good):
             found.offer(plan, outcome, "count model, arranged and improved")
             if outcome.fits and outcome.step_seconds <= good:

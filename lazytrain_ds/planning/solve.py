@@ -150,6 +150,8 @@ def _auto(
         except PlanError:
             continue
         seeds.append(_graft(simulator, placement, plan) if placement is not None else (plan, outcome))
+    if placement is not None:  # with its own activations: what is found is no worse
+        seeds.append((replace(placement, origin="placement"), simulator.run(placement)))
     if not seeds:
         raise PlanError("no rule is allowed for this instance; widen `allowed`")
     freedom = Freedom(placement=placement is None)

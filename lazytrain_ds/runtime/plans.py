@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -459,7 +460,10 @@ class PlanBook:
 
     @staticmethod
     def _with_legal_activations(placement: Plan, instance: Instance) -> Plan:
-        """The placement with keep-everything activations: its own choices may not be on the new menus."""
+        """The placement; with keep-everything activations where its own are not on the new menus."""
+        with suppress(PlanError):
+            placement.check(instance)
+            return placement
         allowed = instance.allowed
         boundary = "device" if "device" in allowed.boundary_tiers else allowed.boundary_tiers[0]
         saved = "device" if "device" in allowed.saved_tiers else allowed.saved_tiers[0]

@@ -60,6 +60,15 @@ def test_with_a_placement_each_block_keeps_its_own_home(gigabytes):
     assert [block.choice for block in plan.blocks] != [block.choice for block in placement.blocks]
 
 
+@pytest.mark.parametrize("gigabytes", [7, 9])
+def test_with_a_placement_a_plan_is_no_worse_than_the_one_it_comes_from(gigabytes):
+    instance = with_caps(INSTANCE, device=gigabytes * 10**9)
+    found = solve(instance, time_limit_seconds=1.0)
+    again = solve(instance, placement=found, time_limit_seconds=0.05)
+    assert again.prediction.step_seconds <= found.prediction.step_seconds
+    assert again.prediction.peak_bytes("device") <= instance.tier("device").usable_bytes
+
+
 def test_ladder_needs_less_and_less_device_memory():
     plan = solve(INSTANCE, time_limit_seconds=0.5)
     rungs = activation_ladder(INSTANCE, plan, 3)
