@@ -118,7 +118,7 @@ def leanest(instance: Instance, elastic: tuple[TierName, ...] = TIERS, budget: i
     for plan, _ in pool[:2]:
         if best[1].fits:
             break
-        search = Search(simulator, plan.micro_batch, Freedom(), budget)
+        search = Search(simulator, plan.micro_batch, Freedom(), budget * 6 * instance.block_count)
         found = search.improve(plan, good=float("inf"))
         if _key(found[1]) < _key(best[1]):
             best = found

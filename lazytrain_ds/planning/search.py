@@ -1,11 +1,13 @@
 """Local search on the simulator: takes a plan, returns one that is never worse.
 
 Worse means more bytes above the caps, then a longer step. The search is deterministic: its only limit is a count of
-simulations. A candidate whose counts alone prove that it cannot win (relaxation.py) is not simulated.
+simulated visits. A candidate whose counts alone prove that it cannot win (relaxation.py) is not simulated, and a
+simulation ends as soon as it shows that.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,13 @@ __all__ = ["Search", "activations_of", "better", "with_lead"]
 
 # A move must gain at least this share of the step, so that rounding noise does not send the search in circles.
 _LEAST_GAIN: Final = 1e-7
+# What a simulation and a look at the count model cost beyond visits, in visits.
+_SIMULATION: Final = 20
+_COUNTING: Final = 10
+# Parts of the budget that one start of `explore` may spend, tries at most, changes of a plan before it.
+_EXPLORATIONS: Final = 12
+_MOST_TRIES: Final = 1_000
+_SHAKES: Final = 4
 # Blocks that wait longest, and partners tried for each, in one round of exchanges.
 _WAITING: Final = 6
 _PARTNERS: Final = 4
@@ -56,7 +65,7 @@ def better(left: Outcome, right: Outcome) -> bool:
 
 
 class Search:
-    """Improves plans of one instance and micro-batch within a budget of simulations."""
+    """Improves plans of one instance and micro-batch within a budget of simulated visits (see `Simulator.visits`)."""
 
     def __init__(self, simulator: Simulator, micro_batch: int, freedom: Freedom, budget: int) -> None:
         self.simulator = simulator
@@ -64,7 +73,11 @@ class Search:
         self.freedom = freedom
         self.left = budget
         self._seen: dict[tuple[object, ...], Outcome] = {}
+        # Plans that are known not to fit in so many seconds.
+        self._worse: dict[tuple[object, ...], float] = {}
         self._models: dict[StepMode, Relaxation] = {}
+        self._numbers: dict[BlockPlan, int] = {}
+        self._numbered: dict[int, tuple[BlockPlan, int]] = {}
 
     def model(self, mode: StepMode) -> Relaxation:
         """The count model that proves candidates hopeless."""
@@ -73,22 +86,42 @@ class Search:
             self._models[mode] = Relaxation(self.simulator.instance, costs, mode)
         return self._models[mode]
 
-    def evaluate(self, plan: Plan) -> Outcome | None:
-        """The simulator's outcome, or None when the budget is spent. Plans seen before are free."""
-        key = (plan.blocks, plan.optimizer_step)
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """What makes the plan this one; blocks are looked up by identity, as plans share most of them."""
+        numbered = self._numbered
+        result: list[object] = [plan.optimizer_step]
+        for block in plan.blocks:
+            known = numbered.get(id(block))
+            if known is None:
+                known = numbered[id(block)] = (block, self._numbers.setdefault(block, len(self._numbers)))
+            result.append(known[1])
+        return tuple(result)
+
+    def evaluate(self, plan: Plan, bar: Outcome | None = None) -> Outcome | None:
+        """The simulator's outcome, or None when the budget is spent, or where the plan cannot beat `bar`.
+
+        Plans seen before are free.
+        """
+        key = self._key(plan)
         found = self._seen.get(key)
-        if found is None:
-            if self.left <= 0:
-                return None
-            self.left -= 1
-            found = self.simulator.run(plan)
+        if found is not None:
+            return found
+        most = bar.step_seconds if bar is not None and bar.fits else None
+        if self.left <= 0 or (most is not None and most <= self._worse.get(key, 0.0)):
+            return None
+        before = self.simulator.visits
+        found = self.simulator.run(plan) if most is None else self.simulator.better(plan, most)
+        self.left -= _SIMULATION + self.simulator.visits - before
+        if found is not None:
             self._seen[key] = found
+        elif most is not None:
+            self._worse[key] = most
         return found
 
     def improve(self, plan: Plan, good: float = 0.0, share: int | None = None) -> tuple[Plan, Outcome]:
         """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds.
 
-        `share`: simulations of the budget that may be used here (None: all that are left).
+        `share`: visits of the budget that may be used here (None: all that are left).
         """
         spare = 0 if share is None else max(0, self.left - share)
         self.left -= spare
@@ -119,6 +152,44 @@ class Search:
                 stuck = 0
         return plan, outcome
 
+    def explore(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
+        """`improve`, then again and again from the best plan with a few changes at random, until the budget is spent.
+
+        The random numbers are the same every time.
+        """
+        best = self.improve(plan, good)
+        dice = random.Random(plan.block_count)
+        share = max(self.left // _EXPLORATIONS, 1)
+        tries = 0
+        while self.left > 0 and not (best[1].fits and best[1].step_seconds <= good) and tries < _MOST_TRIES:
+            tries += 1
+            shaken = self._shaken(best[0], dice)
+            if shaken.blocks == best[0].blocks:
+                continue
+            found = self.improve(shaken, good, share)
+            if better(found[1], best[1]):
+                best = found
+        return best
+
+    def _shaken(self, plan: Plan, dice: random.Random) -> Plan:
+        """`plan` with a few changes of some blocks, or exchanges between two."""
+        order = self.simulator.instance.order
+        for _ in range(dice.randint(1, _SHAKES)):
+            if dice.random() < 0.5:
+                part = dice.choice(self._parts())
+                block = dice.randrange(plan.block_count)
+                others = [i for i in range(len(order)) if order[i] == order[block] and part(plan, i) != part(plan, block)]
+                if others:
+                    plan = self._exchanged(plan, block, dice.choice(others), part)
+                continue
+            moves = list(self.space.pairs(plan, (*self.freedom.aspects, *self.freedom.leads)))
+            if moves:
+                name, aspect, source, target = dice.choice(moves)
+                holders = self.space.holders(plan, name, aspect)[source]
+                size = dice.randint(1, max(1, len(holders) // 8))
+                plan = self.space.moved(plan, sorted(dice.sample(holders, size)), aspect, target)
+        return plan
+
     # ---- moves
 
     def _hopeless(self, candidate: Plan, outcome: Outcome) -> bool:
@@ -133,9 +204,10 @@ class Search:
         return outcome.fits and model.least_seconds(counts) >= outcome.step_seconds * (1 - _LEAST_GAIN)
 
     def _try(self, candidate: Plan, outcome: Outcome) -> Outcome | None:
+        self.left -= _COUNTING
         if self._hopeless(candidate, outcome):
             return None
-        result = self.evaluate(candidate)
+        result = self.evaluate(candidate, outcome)
         return result if result is not None and better(result, outcome) else None
 
     def _whole_plan(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
