@@ -25,7 +25,7 @@ from lazytrain_ds.planning.simulator import Outcome, Simulator
 __all__ = ["Candidate", "Found", "plan_auto"]
 
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
-_RESERVATIONS: Final = 4
+_RESERVATIONS: Final = 6
 _MODEL_GAP: Final = 5e-3
 _MODEL_NODES: Final = 50
 # The integer program solved for its bound.
@@ -201,7 +201,7 @@ class _Starts:
             if self._reached(good):
                 break
         # Whole counts are no better on average, but where they are it is by much.
-        for lead in list(dict.fromkeys([lead for *_, lead in sorted(done)] or leads))[:_WHOLE]:
+        for lead in list(dict.fromkeys([longest, *(lead for *_, lead in sorted(done))]))[:_WHOLE]:
             if not self._reached(good):
                 self._note(done, lead, self._with_lead(lead, 1.0, relaxed=False))
         self.pool.sort(key=_merit)
@@ -231,6 +231,7 @@ class _Starts:
         reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
         base = with_lead(with_lead(self._base, "parameter_lead", lead), "activation_lead", lead)
         orders = ORDERS
+        short: tuple[tuple[TierName, int, int], ...] = ()
         found: list[Outcome] = []
         for _ in range(_RESERVATIONS):
             solution = model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
@@ -238,7 +239,11 @@ class _Starts:
                 break
             key = (lead, tuple(sorted(solution.counts.items())))
             if key in self._tried:
-                break
+                if not short:
+                    break
+                # Whole counts near these are the same as before: more room for what is missing.
+                self._make_room(model, reserve, short)
+                continue
             self._tried.add(key)
             if model.relaxation.least_seconds(solution.counts) >= self._limit:
                 break
@@ -257,10 +262,18 @@ class _Starts:
                 break
             # What the model cannot see needs room; next time only the orders that needed least.
             orders = tuple(order for _, order in results[:3])
-            for tier, need, have in results[0][0].shortages:
-                reserve[tier] += (need - have) * 1.05
-                model.reserve(tier, reserve[tier])
+            short = results[0][0].shortages
+            self._make_room(model, reserve, short)
         return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
+
+
+    @staticmethod
+    def _make_room(
+        model: CountModel, reserve: dict[TierName, float], short: tuple[tuple[TierName, int, int], ...]
+    ) -> None:
+        for tier, need, have in short:
+            reserve[tier] += (need - have) * 1.05
+            model.reserve(tier, reserve[tier])
 
 
 def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:
