@@ -266,7 +266,6 @@ class _Starts:
             self._make_room(model, reserve, short)
         return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
 
-
     @staticmethod
     def _make_room(
         model: CountModel, reserve: dict[TierName, float], short: tuple[tuple[TierName, int, int], ...]

@@ -126,7 +126,7 @@ class Playback:
         self.visit_seconds = [a + b for a, b in zip(program.compute_seconds, program.recompute_seconds, strict=True)]
         self.arrays = 3 * n
         # Compute that follows each visit in its micro-step.
-        self._after = list(accumulate(reversed(self.visit_seconds)))[::-1][1:] + [0.0]
+        self._after = [*list(accumulate(reversed(self.visit_seconds)))[::-1][1:], 0.0]
 
     # ---- steady state
 

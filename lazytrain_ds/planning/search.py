@@ -27,10 +27,11 @@ _LEAST_GAIN: Final = 1e-7
 # What a simulation and a look at the count model cost beyond visits, in visits.
 _SIMULATION: Final = 20
 _COUNTING: Final = 10
-# Parts of the budget that one start of `explore` may spend, tries at most, changes of a plan before it.
-_EXPLORATIONS: Final = 12
-_MOST_TRIES: Final = 1_000
-_SHAKES: Final = 4
+# A random walk: how much longer a step it accepts at first, changes at once, visits it takes at least, walks at most.
+_SLACK: Final = 5e-2
+_SHAKES: Final = 3
+_LEAST_WALK: Final = 10_000
+_MOST_WALKS: Final = 100
 # Blocks that wait longest, and partners tried for each, in one round of exchanges.
 _WAITING: Final = 6
 _PARTNERS: Final = 4
@@ -97,8 +98,8 @@ class Search:
             result.append(known[1])
         return tuple(result)
 
-    def evaluate(self, plan: Plan, bar: Outcome | None = None) -> Outcome | None:
-        """The simulator's outcome, or None when the budget is spent, or where the plan cannot beat `bar`.
+    def evaluate(self, plan: Plan, most: float | None = None) -> Outcome | None:
+        """The simulator's outcome, or None when the budget is spent, or where the plan does not fit in `most` seconds.
 
         Plans seen before are free.
         """
@@ -106,7 +107,6 @@ class Search:
         found = self._seen.get(key)
         if found is not None:
             return found
-        most = bar.step_seconds if bar is not None and bar.fits else None
         if self.left <= 0 or (most is not None and most <= self._worse.get(key, 0.0)):
             return None
         before = self.simulator.visits
@@ -153,22 +153,39 @@ class Search:
         return plan, outcome
 
     def explore(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
-        """`improve`, then again and again from the best plan with a few changes at random, until the budget is spent.
+        """`improve`, then a walk of random changes that may be a little worse, and `improve` again where it ended well.
 
         The random numbers are the same every time.
         """
         best = self.improve(plan, good)
         dice = random.Random(plan.block_count)
-        share = max(self.left // _EXPLORATIONS, 1)
-        tries = 0
-        while self.left > 0 and not (best[1].fits and best[1].step_seconds <= good) and tries < _MOST_TRIES:
-            tries += 1
-            shaken = self._shaken(best[0], dice)
-            if shaken.blocks == best[0].blocks:
+        rounds = 0
+        while self.left > _LEAST_WALK and best[1].fits and best[1].step_seconds > good and rounds < _MOST_WALKS:
+            rounds += 1
+            walked = self._walk(best, dice, max(self.left // 2, _LEAST_WALK), good)
+            if better(walked[1], best[1]):
+                best = self.improve(walked[0], good, self.left // 2)
+        return best
+
+    def _walk(self, start: tuple[Plan, Outcome], dice: random.Random, share: int, good: float) -> tuple[Plan, Outcome]:
+        """The best plan met on a walk that at first accepts steps a little longer, at last only shorter ones."""
+        best = current = start
+        end = self.left - share
+        tried = 0
+        while self.left > end and best[1].step_seconds > good and tried < share:
+            tried += 1
+            slack = _SLACK * (self.left - end) / share
+            candidate = self._shaken(current[0], dice)
+            most = current[1].step_seconds * (1 + slack)
+            self.left -= _COUNTING
+            if candidate.blocks == current[0].blocks or self._hopeless_at(candidate, 0.0, most):
                 continue
-            found = self.improve(shaken, good, share)
-            if better(found[1], best[1]):
-                best = found
+            outcome = self.evaluate(candidate, most)
+            if outcome is None or not outcome.fits or outcome.step_seconds > most:
+                continue
+            current = (candidate, outcome)
+            if better(outcome, best[1]):
+                best = current
         return best
 
     def _shaken(self, plan: Plan, dice: random.Random) -> Plan:
@@ -178,7 +195,8 @@ class Search:
             if dice.random() < 0.5:
                 part = dice.choice(self._parts())
                 block = dice.randrange(plan.block_count)
-                others = [i for i in range(len(order)) if order[i] == order[block] and part(plan, i) != part(plan, block)]
+                own = part(plan, block)
+                others = [i for i in range(len(order)) if order[i] == order[block] and part(plan, i) != own]
                 if others:
                     plan = self._exchanged(plan, block, dice.choice(others), part)
                 continue
@@ -193,21 +211,25 @@ class Search:
     # ---- moves
 
     def _hopeless(self, candidate: Plan, outcome: Outcome) -> bool:
+        most = outcome.step_seconds * (1 - _LEAST_GAIN) if outcome.fits else float("inf")
+        return self._hopeless_at(candidate, outcome.excess, most)
+
+    def _hopeless_at(self, candidate: Plan, excess: float, seconds: float) -> bool:
+        """Whether counts prove that the candidate exceeds the caps by more, or takes that long."""
         model = self.model(candidate.optimizer_step)
         try:
             counts = model.counts(candidate)
         except KeyError:
             return False  # it uses a tier that is absent: the simulator will say by how much it does not fit
-        least = model.least_excess(counts)
-        if least > outcome.excess:
+        if model.least_excess(counts) > excess:
             return True
-        return outcome.fits and model.least_seconds(counts) >= outcome.step_seconds * (1 - _LEAST_GAIN)
+        return seconds < float("inf") and model.least_seconds(counts) >= seconds
 
     def _try(self, candidate: Plan, outcome: Outcome) -> Outcome | None:
         self.left -= _COUNTING
         if self._hopeless(candidate, outcome):
             return None
-        result = self.evaluate(candidate, outcome)
+        result = self.evaluate(candidate, outcome.step_seconds if outcome.fits else None)
         return result if result is not None and better(result, outcome) else None
 
     def _whole_plan(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:

@@ -1,7 +1,7 @@
 """`solve(instance) -> Plan`: rules, the MILP and local search are planners of one type; the simulator decides.
 
-Deterministic: limits are counts of simulated visits and solver nodes, never the clock. `time_limit_seconds` is turned into
-such counts by a fixed rate, so the same instance gives the same plan on a loaded machine too.
+Deterministic: limits are counts of simulated visits and solver nodes, never the clock. `time_limit_seconds` is turned
+into such counts by a fixed rate, so the same instance gives the same plan on a loaded machine too.
 """
 
 from __future__ import annotations
