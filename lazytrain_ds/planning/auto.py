@@ -14,12 +14,12 @@ from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
-from lazytrain_ds.planning.moves import Freedom
+from lazytrain_ds.planning.moves import Freedom, with_lead
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.positions import PositionModel
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.schema import TierName
-from lazytrain_ds.planning.search import Search, better, with_lead
+from lazytrain_ds.planning.search import Search, better
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
 __all__ = ["Candidate", "Found", "plan_auto"]

@@ -10,12 +10,12 @@ from lazytrain_ds.errors import PlanError, format_bytes, format_bytes_up
 from lazytrain_ds.planning.arrange import arrange
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.milp import CountModel
-from lazytrain_ds.planning.moves import Freedom
+from lazytrain_ds.planning.moves import Freedom, with_lead
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.rules import RULES, apply
 from lazytrain_ds.planning.schema import TIERS, TierName
-from lazytrain_ds.planning.search import Search, with_lead
+from lazytrain_ds.planning.search import Search
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
 __all__ = ["CapReport", "Diagnosis", "diagnose", "leanest"]

@@ -15,12 +15,12 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from lazytrain_ds.planning.instance import StepMode
-from lazytrain_ds.planning.moves import Aspect, Freedom, Space, pick
+from lazytrain_ds.planning.moves import Aspect, Freedom, Space, activations_of, pick, with_lead
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-__all__ = ["Search", "activations_of", "better", "with_lead"]
+__all__ = ["Search", "better"]
 
 # A move must gain at least this share of the step, so that rounding noise does not send the search in circles.
 _LEAST_GAIN: Final = 1e-7
@@ -486,19 +486,3 @@ _FIELDS: Final[dict[Callable[[Plan, int], tuple[Any, ...]], tuple[str, ...]]] = 
 
 def _with_step(plan: Plan, mode: StepMode) -> Plan:
     return replace(plan, optimizer_step=mode)
-
-
-def with_lead(plan: Plan, field: str, lead: int) -> Plan:
-    """`plan` with `field` ("parameter_lead" or "activation_lead") of all blocks set to `lead`."""
-    return replace(plan, blocks=tuple(replace(block, **{field: lead}) for block in plan.blocks))  # type: ignore[arg-type]
-
-
-def activations_of(block: BlockPlan, other: BlockPlan) -> BlockPlan:
-    """`block` with the activation decisions of `other`."""
-    return replace(
-        block,
-        choice=other.choice,
-        boundary=other.boundary,
-        saved_tier=other.saved_tier,
-        activation_lead=other.activation_lead,
-    )

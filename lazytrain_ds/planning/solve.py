@@ -17,12 +17,11 @@ from lazytrain_ds.planning.auto import Found, plan_auto
 from lazytrain_ds.planning.bounds import lower_bound
 from lazytrain_ds.planning.infeasible import diagnose
 from lazytrain_ds.planning.instance import Instance
-from lazytrain_ds.planning.moves import Freedom, Space
+from lazytrain_ds.planning.moves import Freedom, Space, activations_of
 from lazytrain_ds.planning.paper_plan import paper_plan
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.rules import RULES, apply, best_rule
 from lazytrain_ds.planning.schema import digest
-from lazytrain_ds.planning.search import activations_of
 from lazytrain_ds.planning.simulator import Outcome, Simulator, predict
 
 __all__ = ["KINDS", "activation_ladder", "solve"]
