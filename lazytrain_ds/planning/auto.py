@@ -14,18 +14,18 @@ from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.counts import Key
 from lazytrain_ds.planning.instance import Instance, StepMode
 from lazytrain_ds.planning.milp import CountModel
-from lazytrain_ds.planning.moves import Freedom
+from lazytrain_ds.planning.moves import Freedom, with_lead
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.positions import PositionModel
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.schema import TierName
-from lazytrain_ds.planning.search import Search, better, with_lead
+from lazytrain_ds.planning.search import Search, better
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
 __all__ = ["Candidate", "Found", "plan_auto"]
 
 # The model is solved again at most this often to make room for what it cannot see (slots, prefetches, tails).
-_RESERVATIONS: Final = 4
+_RESERVATIONS: Final = 6
 _MODEL_GAP: Final = 5e-3
 _MODEL_NODES: Final = 50
 # The integer program solved for its bound.
@@ -125,7 +125,7 @@ def plan_auto(
             found.offer(*search.improve(plan), "rule, improved")
     elif found.gap > gap / 2 and spent < budget:
         search = Search(simulator, found.plan.micro_batch, freedom, budget - spent)
-        found.offer(*search.improve(found.plan, found.bound_seconds * (1 + gap / 2)), found.status)
+        found.offer(*search.explore(found.plan, found.bound_seconds * (1 + gap / 2)), found.status)
     _raise_bound(found, options, gap)
     return found
 
@@ -138,7 +138,7 @@ def _improvements(search: Search, starts: list[tuple[Plan, Outcome]], good: floa
         improved.append(search.improve(plan, good, part))
         yield improved[-1]
     if search.left > 0:
-        yield search.improve(min(improved, key=_merit)[0], good)
+        yield search.explore(min(improved, key=_merit)[0], good)
 
 
 def _least(options: list[Candidate]) -> float:
@@ -164,7 +164,10 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
 
 # Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
 _LEADS: Final = (4, 2, 1, 0)
-_RATES: Final = (1.0, 0.85)
+_RATES: Final = (1.0, 0.92, 0.85, 0.75)
+# Leads that are tried again at a lower rate, and with whole counts.
+_TRIED_AGAIN: Final = 2
+_WHOLE: Final = 2
 # Starts that are improved.
 _IMPROVED: Final = 3
 
@@ -186,21 +189,31 @@ class _Starts:
         """The best first: feasible ones by time, then by excess; stops at one that takes at most `good` seconds."""
         longest = self._search.simulator.instance.allowed.longest_lead
         leads = list(dict.fromkeys(min(lead, longest) for lead in _LEADS))
+        done: list[tuple[int, float, int]] = []
         for rate in _RATES:
-            done: list[tuple[int, float, int]] = []
             for lead in leads:
-                best = self._with_lead(lead, rate)
-                if best is None:
-                    continue
-                done.append((best.excess, best.step_seconds, lead))
-                if best.fits and best.step_seconds <= good:
+                self._note(done, lead, self._with_lead(lead, rate))
+                if self._reached(good):
                     break
-            # With less than the whole rate only the longest lead and the one that did best are tried.
-            leads = list(dict.fromkeys([leads[0], *(lead for *_, lead in sorted(done)[:1])])) if leads else []
-            if not leads or any(outcome.fits and outcome.step_seconds <= good for _, outcome in self.pool):
+            # With less than the whole rate only the longest lead and those that did best are tried.
+            best = [lead for *_, lead in sorted(done)]
+            leads = list(dict.fromkeys([*leads[:1], *best]))[:_TRIED_AGAIN]
+            if self._reached(good):
                 break
+        # Whole counts are no better on average, but where they are it is by much.
+        for lead in list(dict.fromkeys([longest, *(lead for *_, lead in sorted(done))]))[:_WHOLE]:
+            if not self._reached(good):
+                self._note(done, lead, self._with_lead(lead, 1.0, relaxed=False))
         self.pool.sort(key=_merit)
         return self.pool
+
+    def _reached(self, good: float) -> bool:
+        return any(outcome.fits and outcome.step_seconds <= good for _, outcome in self.pool)
+
+    @staticmethod
+    def _note(done: list[tuple[int, float, int]], lead: int, best: Outcome | None) -> None:
+        if best is not None:
+            done.append((best.excess, best.step_seconds, lead))
 
     def _with_longest(self, lead: int) -> Relaxation:
         """The candidate's model where no lead is longer: it knows what a short one cannot hide or hold."""
@@ -212,12 +225,13 @@ class _Starts:
             self._relaxations[lead] = relaxation
         return self._relaxations[lead]
 
-    def _with_lead(self, lead: int, rate: float) -> Outcome | None:
+    def _with_lead(self, lead: int, rate: float, *, relaxed: bool = True) -> Outcome | None:
         """Solve for this lead and arrange, holding back memory until a plan fits; the best outcome."""
-        model = CountModel(self._with_longest(lead), derate=rate)
+        model = CountModel(self._with_longest(lead), derate=rate, relaxed=relaxed)
         reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
         base = with_lead(with_lead(self._base, "parameter_lead", lead), "activation_lead", lead)
         orders = ORDERS
+        short: tuple[tuple[TierName, int, int], ...] = ()
         found: list[Outcome] = []
         for _ in range(_RESERVATIONS):
             solution = model.solve(solver=self._solver, gap=_MODEL_GAP, node_limit=_MODEL_NODES)
@@ -225,7 +239,11 @@ class _Starts:
                 break
             key = (lead, tuple(sorted(solution.counts.items())))
             if key in self._tried:
-                break
+                if not short:
+                    break
+                # Whole counts near these are the same as before: more room for what is missing.
+                self._make_room(model, reserve, short)
+                continue
             self._tried.add(key)
             if model.relaxation.least_seconds(solution.counts) >= self._limit:
                 break
@@ -244,10 +262,17 @@ class _Starts:
                 break
             # What the model cannot see needs room; next time only the orders that needed least.
             orders = tuple(order for _, order in results[:3])
-            for tier, need, have in results[0][0].shortages:
-                reserve[tier] += (need - have) * 1.05
-                model.reserve(tier, reserve[tier])
+            short = results[0][0].shortages
+            self._make_room(model, reserve, short)
         return min(found, key=lambda outcome: (outcome.excess, outcome.step_seconds), default=None)
+
+    @staticmethod
+    def _make_room(
+        model: CountModel, reserve: dict[TierName, float], short: tuple[tuple[TierName, int, int], ...]
+    ) -> None:
+        for tier, need, have in short:
+            reserve[tier] += (need - have) * 1.05
+            model.reserve(tier, reserve[tier])
 
 
 def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:

@@ -10,12 +10,12 @@ from lazytrain_ds.errors import PlanError, format_bytes, format_bytes_up
 from lazytrain_ds.planning.arrange import arrange
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.milp import CountModel
-from lazytrain_ds.planning.moves import Freedom
+from lazytrain_ds.planning.moves import Freedom, with_lead
 from lazytrain_ds.planning.plan import Plan
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.rules import RULES, apply
 from lazytrain_ds.planning.schema import TIERS, TierName
-from lazytrain_ds.planning.search import Search, with_lead
+from lazytrain_ds.planning.search import Search
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
 __all__ = ["CapReport", "Diagnosis", "diagnose", "leanest"]
@@ -118,7 +118,7 @@ def leanest(instance: Instance, elastic: tuple[TierName, ...] = TIERS, budget: i
     for plan, _ in pool[:2]:
         if best[1].fits:
             break
-        search = Search(simulator, plan.micro_batch, Freedom(), budget)
+        search = Search(simulator, plan.micro_batch, Freedom(), budget * 6 * instance.block_count)
         found = search.improve(plan, good=float("inf"))
         if _key(found[1]) < _key(best[1]):
             best = found

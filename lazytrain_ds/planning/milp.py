@@ -378,7 +378,7 @@ class CountModel:
         if not result.has_primal_feasible_solution():
             return CountSolution(None, float("inf"), max(0.0, bound) * self._scale, reason.name.lower(), {})
         values = result.variable_values()
-        counts = {key: float(round(values[variable])) for key, variable in self.variables.items()}
+        counts = self._whole({key: values[variable] for key, variable in self.variables.items()})
         return CountSolution(
             counts={key: value for key, value in counts.items() if value},
             seconds=values[self.total] * self._scale,
@@ -386,6 +386,22 @@ class CountModel:
             status=reason.name.lower(),
             short_bytes={tier: values[variable] * self._unit for tier, variable in self.short.items()},
         )
+
+    def _whole(self, values: dict[Key, float]) -> dict[Key, float]:
+        """Whole counts near `values`: in every group and kind as many blocks as there are, the largest rests first."""
+        counts = {key: float(round(value)) for key, value in values.items()}
+        decisions: dict[tuple[int, str], list[Key]] = {}
+        for key in values:
+            if key.kind in ("activation", "parameter", "optimizer"):
+                decisions.setdefault((key.group, key.kind), []).append(key)
+        for (group, _), keys in decisions.items():
+            missing = self.relaxation.groups[group].size
+            for key in keys:
+                counts[key] = float(int(values[key] + 1e-6))
+                missing -= int(counts[key])
+            for key in sorted(keys, key=lambda key: counts[key] - values[key])[:missing]:
+                counts[key] += 1.0
+        return counts
 
     def _run(
         self, solver: str, parameters: mathopt.SolveParameters, model_parameters: mathopt.ModelSolveParameters

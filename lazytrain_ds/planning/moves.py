@@ -16,7 +16,7 @@ from lazytrain_ds.planning.instance import ActivationChoice, Instance
 from lazytrain_ds.planning.plan import BlockPlan, Plan, SubGroupPlan
 from lazytrain_ds.planning.schema import TIERS, TierName
 
-__all__ = ["Aspect", "Freedom", "Space", "pick"]
+__all__ = ["Aspect", "Freedom", "Space", "activations_of", "pick", "with_lead"]
 
 Aspect = Literal[
     "activation", "choice", "saved", "boundary", "parameters", "optimizer", "parameter_lead", "activation_lead"
@@ -62,6 +62,22 @@ def pick(candidates: list[int], count: int, pattern: str) -> list[int]:
         return candidates[-count:]
     step = len(candidates) / count
     return [candidates[int((index + 0.5) * step)] for index in range(count)]
+
+
+def with_lead(plan: Plan, field: str, lead: int) -> Plan:
+    """`plan` with `field` ("parameter_lead" or "activation_lead") of all blocks set to `lead`."""
+    return replace(plan, blocks=tuple(replace(block, **{field: lead}) for block in plan.blocks))  # type: ignore[arg-type]
+
+
+def activations_of(block: BlockPlan, other: BlockPlan) -> BlockPlan:
+    """`block` with the activation decisions of `other`."""
+    return replace(
+        block,
+        choice=other.choice,
+        boundary=other.boundary,
+        saved_tier=other.saved_tier,
+        activation_lead=other.activation_lead,
+    )
 
 
 class Space:

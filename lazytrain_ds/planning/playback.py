@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
 from typing import Final
 
 from lazytrain_ds.planning.program import BACKWARD, FORWARD, PARAMETER, WRITE_BACK, Issue, Program
 from lazytrain_ds.planning.timeline import TaskKind
 
-__all__ = ["STALL_CHANNELS", "Playback", "Recorder"]
+__all__ = ["STALL_CHANNELS", "ExceededError", "Limits", "Playback", "Recorder"]
 
 STALL_CHANNELS: Final = ("h2d", "d2h", "nvme_read", "nvme_write", "host")
 _LONGEST_WARM_UP: Final = 6
@@ -23,6 +25,19 @@ _ISSUE_KIND: Final[dict[int, TaskKind]] = {
     2: "activation_prefetch",
     WRITE_BACK: "parameter_write",
 }
+
+
+class ExceededError(Exception):
+    """What is being played is past its limits; only `Simulator.better` sets some, and catches this."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step may take, and the levels it may reach; beyond them its figures are of no interest."""
+
+    step_seconds: float = inf
+    device_bytes: float = inf
+    host_bytes: float = inf
 
 
 @dataclass
@@ -91,10 +106,15 @@ def _same(left: tuple[float, ...], right: tuple[float, ...], scale: float) -> bo
 
 
 class Playback:
-    """Plays the micro-steps of one Program; `device_peak` and `host_peak` are the highest levels met so far."""
+    """Plays the micro-steps of one Program; `device_peak` and `host_peak` are the highest levels met so far.
 
-    def __init__(self, program: Program) -> None:
+    `visited`: visits played. Raises ExceededError where `limits` are exceeded.
+    """
+
+    def __init__(self, program: Program, limits: Limits | None = None) -> None:
         self.program = program
+        self.limits = limits or Limits()
+        self.visited = 0
         self.device_peak = 0
         self.host_peak = 0
         self.waits: list[tuple[int, float]] | None = None
@@ -105,6 +125,8 @@ class Playback:
         ]
         self.visit_seconds = [a + b for a, b in zip(program.compute_seconds, program.recompute_seconds, strict=True)]
         self.arrays = 3 * n
+        # Compute that follows each visit in its micro-step.
+        self._after = [*list(accumulate(reversed(self.visit_seconds)))[::-1][1:], 0.0]
 
     # ---- steady state
 
@@ -130,15 +152,20 @@ class Playback:
         scale = sum(self.visit_seconds) or 1.0
         settled = sum(self.visit_seconds[: self.program.turn + 1])
         begin = self._guess()
+        left = self.limits.step_seconds
         for _ in range(_LONGEST_WARM_UP):
             played: list[tuple[float, dict[str, float]]] = []
-            state, seconds, stalls = self.micro_step(begin, 0, None)
+            state, seconds, stalls = self.micro_step(begin, 0, None, left - (rounds - 1) * scale)
             played.append((seconds, stalls))
             repeats = 1
+            spent = seconds
             while len(played) < rounds:
                 before = state.relative(settled, False)
-                state, seconds, stalls = self.micro_step(state.rebased(), len(played), None)
+                # Transfers pile up from one micro-step to the next: the rest last about as long as this one at least.
+                most = (left - spent) / (rounds - len(played))
+                state, seconds, stalls = self.micro_step(state.rebased(), len(played), None, most)
                 played.append((seconds, stalls))
+                spent += seconds
                 if len(played) < rounds and (
                     _same(before, state.relative(settled, False), scale) or len(played) > _LONGEST_WARM_UP
                 ):
@@ -151,8 +178,13 @@ class Playback:
 
     # ---- one micro-step
 
-    def micro_step(self, state: _State, index: int, record: Recorder | None) -> tuple[_State, float, dict[str, float]]:
-        """Play micro-step `index` (0: the one that follows an optimizer step) from `state`, which must have now = 0."""
+    def micro_step(
+        self, state: _State, index: int, record: Recorder | None, limit: float = inf
+    ) -> tuple[_State, float, dict[str, float]]:
+        """Play micro-step `index` (0: the one that follows an optimizer step) from `state`, which must have now = 0.
+
+        Raises ExceededError as soon as it is sure to take more than `limit` seconds, or exceeds a level's limit.
+        """
         program = self.program
         first = index == 0
         n = program.block_count
@@ -186,6 +218,8 @@ class Playback:
         state_writes: list[float] = []
         parameter_writes: list[float] = []
         updates_ready = state.last_gradient
+        after = self._after
+        most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
 
         def advance(until: int) -> None:
             """Play host updates in forward order up to and including block `until`."""
@@ -304,11 +338,17 @@ class Playback:
             level = device_static + device_base[position] + tail_bytes
             if level > self.device_peak:
                 self.device_peak = level
+                if level > most_device:
+                    self.visited += position
+                    raise ExceededError
             while writes and writes[0][0] <= now:
                 write_bytes -= writes.popleft()[1]
             host_level = host_static + host_base[position] + write_bytes
             if host_level > self.host_peak:
                 self.host_peak = host_level
+                if host_level > most_host:
+                    self.visited += position
+                    raise ExceededError
             if record:
                 record.level("device", now, level)
                 record.level("host", now, host_level)
@@ -332,7 +372,13 @@ class Playback:
             level = device_static + device_base[position] + tail_bytes + start_extra[position]
             if level > self.device_peak:
                 self.device_peak = level
+                if level > most_device:
+                    self.visited += position
+                    raise ExceededError
             now = start + visit_seconds[position]
+            if now + after[position] > limit:
+                self.visited += position
+                raise ExceededError
             if record:
                 record.level("device", start, level)
                 self._record_visit(record, kind, block, position, start, now)
@@ -386,10 +432,11 @@ class Playback:
             for end, byte_count in tails:
                 tail_bytes -= byte_count
                 record.level("device", end, device_static + tail_bytes)
-        after = _State(
+        self.visited += len(visits)
+        final = _State(
             now, h2d, d2h, nvme_read, nvme_write, host, max(last_gradient, now), copies, additions, tuple(tails)
         )
-        return after, now, stalls
+        return final, now, stalls
 
     def _base_before(self, position: int) -> int:
         before = position - 1

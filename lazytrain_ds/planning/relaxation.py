@@ -34,6 +34,11 @@ class Relaxation:
         self.rounds = costs.rounds
         self.space = Space(instance, costs.micro_batch)
         self.fixed: dict[Key, float] | None = None
+        # The rows of `times` by key, made when first asked for.
+        self._columns: dict[Key, list[tuple[int, float]]] | None = None
+        self._constants: list[float] = []
+        self._spans: dict[Phase, tuple[int, int]] = {}
+        self._reliefs: list[tuple[int, float]] | None = None
         # What a block's decision counts as; plans share the decisions of blocks that a move leaves alone.
         self._keys: list[dict[int, tuple[BlockPlan, list[Key]]]] = [{} for _ in instance.order]
         self.groups, self.group_of = make_groups(instance, costs, self.space)
@@ -414,44 +419,69 @@ class Relaxation:
         """The parameter option of a block of a plan (residents are kept anyway)."""
         return decided.parameter_tier, decided.keep_parameters and decided.parameter_tier != "device"
 
+    def _values(self, counts: dict[Key, float]) -> list[float]:
+        """Every row of `times`, then `drain`, at these counts."""
+        if self._columns is None:
+            rows = [row for phase in self.times for row in self.times[phase]]
+            rows.append(self.drain)
+            self._constants = [row.constant for row in rows]
+            self._columns = {}
+            for index, row in enumerate(rows):
+                for key, coefficient in row.terms.items():
+                    self._columns.setdefault(key, []).append((index, coefficient))
+            self._spans, begin = {}, 0
+            for phase in self.times:
+                self._spans[phase] = (begin, begin + len(self.times[phase]))
+                begin += len(self.times[phase])
+        values, columns = self._constants.copy(), self._columns
+        for key, count in counts.items():
+            for index, coefficient in columns.get(key, ()):
+                values[index] += coefficient * count
+        return values
+
+    def _most(self, values: list[float], phase: Phase) -> float:
+        begin, end = self._spans[phase]
+        return max(values[begin:end], default=0.0)
+
     def seconds(self, counts: dict[Key, float]) -> float:
         """The model's step time for given counts: the MILP's objective, with re-runs' fetches."""
-        first = max(row.value(counts) for row in self.times["first"])
-        forward = max(row.value(counts) for row in self.times["forward"])
-        backward = max(row.value(counts) for row in self.times["backward"])
-        micro = max(row.value(counts) for row in self.times["micro"])
-        later = max((row.value(counts) for row in self.times["later"]), default=0.0)
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, later)
-        total = max(total, self._drained(self.drain.value(counts), forward, backward))
-        return max(total, *(row.value(counts) for row in self.times["step"]))
+        values = self._values(counts)
+        return self._total(values, max(values[slice(*self._spans["step"])]))
 
-    def _drained(self, drain: float, forward: float, backward: float) -> float:
-        """The step as the last backward with the next forward, and every other pass."""
-        return drain + (self.rounds - 1) * (forward + backward)
+    def _total(self, values: list[float], step: float) -> float:
+        first, forward, backward, micro, later = (
+            self._most(values, phase) for phase in ("first", "forward", "backward", "micro", "later")
+        )
+        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, later)
+        # The step as the last backward with the next forward, and every other pass.
+        drained = values[-1] + (self.rounds - 1) * (forward + backward)
+        return max(total, drained, step)
 
     def least_seconds(self, counts: dict[Key, float]) -> float:
         """No plan with these counts has a shorter step: what prefetches before backward may save is taken off."""
-        lead = self.instance.allowed.longest_lead
-        longest = max(block.parameter_bytes for block in self.costs.blocks)
-        relief = {
-            "h2d": lead * self.costs.h2d.seconds(longest),
-            "nvme_read": lead * self.costs.nvme_read.seconds(longest),
-        }
         # A re-run's parameters may still be there: not every fetch of the plan's is a certain cost.
         certain = self.refetches.value(counts)
         counts = {key: value for key, value in counts.items() if key.kind != "refetch"}
         if certain > 0:
             counts[Key(self.cheapest_refetch, "refetch")] = certain
-
-        def longest_of(phase: Phase) -> float:
-            less = relief if phase in ("backward", "micro") else {}
-            return max((row.value(counts) - less.get(row.name, 0.0) for row in self.times[phase]), default=0.0)
-
-        first, forward, backward, micro = (longest_of(phase) for phase in ("first", "forward", "backward", "micro"))
-        total = max(first + backward, micro) + (self.rounds - 1) * max(forward + backward, micro, longest_of("later"))
-        total = max(total, self._drained(self.drain.value(counts), forward, backward))
-        step = (row.value(counts) - self.rounds * relief.get(row.name, 0.0) for row in self.times["step"])
-        return max(total, *step)
+        values = self._values(counts)
+        if self._reliefs is None:
+            lead = self.instance.allowed.longest_lead
+            longest = max(block.parameter_bytes for block in self.costs.blocks)
+            saved = {
+                "h2d": lead * self.costs.h2d.seconds(longest),
+                "nvme_read": lead * self.costs.nvme_read.seconds(longest),
+            }
+            times: dict[Phase, float] = {"backward": 1.0, "micro": 1.0, "step": float(self.rounds)}
+            self._reliefs = [
+                (self._spans[phase][0] + index, count * saved[row.name])
+                for phase, count in times.items()
+                for index, row in enumerate(self.times[phase])
+                if row.name in saved
+            ]
+        for index, relief in self._reliefs:
+            values[index] -= relief
+        return self._total(values, max(values[slice(*self._spans["step"])]))
 
     def device_bytes(self, counts: dict[Key, float]) -> float:
         """Device bytes at the start of backward, as far as counts tell."""

@@ -1,11 +1,13 @@
 """Local search on the simulator: takes a plan, returns one that is never worse.
 
 Worse means more bytes above the caps, then a longer step. The search is deterministic: its only limit is a count of
-simulations. A candidate whose counts alone prove that it cannot win (relaxation.py) is not simulated.
+simulated visits. A candidate whose counts alone prove that it cannot win (relaxation.py) is not simulated, and a
+simulation ends as soon as it shows that.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,15 +15,23 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from lazytrain_ds.planning.instance import StepMode
-from lazytrain_ds.planning.moves import Aspect, Freedom, Space, pick
+from lazytrain_ds.planning.moves import Aspect, Freedom, Space, activations_of, pick, with_lead
 from lazytrain_ds.planning.plan import BlockPlan, Plan
 from lazytrain_ds.planning.relaxation import Relaxation
 from lazytrain_ds.planning.simulator import Outcome, Simulator
 
-__all__ = ["Search", "activations_of", "better", "with_lead"]
+__all__ = ["Search", "better"]
 
 # A move must gain at least this share of the step, so that rounding noise does not send the search in circles.
 _LEAST_GAIN: Final = 1e-7
+# What a simulation and a look at the count model cost beyond visits, in visits.
+_SIMULATION: Final = 20
+_COUNTING: Final = 10
+# A random walk: how much longer a step it accepts at first, changes at once, visits it takes at least, walks at most.
+_SLACK: Final = 5e-2
+_SHAKES: Final = 3
+_LEAST_WALK: Final = 10_000
+_MOST_WALKS: Final = 100
 # Blocks that wait longest, and partners tried for each, in one round of exchanges.
 _WAITING: Final = 6
 _PARTNERS: Final = 4
@@ -56,7 +66,7 @@ def better(left: Outcome, right: Outcome) -> bool:
 
 
 class Search:
-    """Improves plans of one instance and micro-batch within a budget of simulations."""
+    """Improves plans of one instance and micro-batch within a budget of simulated visits (see `Simulator.visits`)."""
 
     def __init__(self, simulator: Simulator, micro_batch: int, freedom: Freedom, budget: int) -> None:
         self.simulator = simulator
@@ -64,7 +74,11 @@ class Search:
         self.freedom = freedom
         self.left = budget
         self._seen: dict[tuple[object, ...], Outcome] = {}
+        # Plans that are known not to fit in so many seconds.
+        self._worse: dict[tuple[object, ...], float] = {}
         self._models: dict[StepMode, Relaxation] = {}
+        self._numbers: dict[BlockPlan, int] = {}
+        self._numbered: dict[int, tuple[BlockPlan, int]] = {}
 
     def model(self, mode: StepMode) -> Relaxation:
         """The count model that proves candidates hopeless."""
@@ -73,22 +87,41 @@ class Search:
             self._models[mode] = Relaxation(self.simulator.instance, costs, mode)
         return self._models[mode]
 
-    def evaluate(self, plan: Plan) -> Outcome | None:
-        """The simulator's outcome, or None when the budget is spent. Plans seen before are free."""
-        key = (plan.blocks, plan.optimizer_step)
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """What makes the plan this one; blocks are looked up by identity, as plans share most of them."""
+        numbered = self._numbered
+        result: list[object] = [plan.optimizer_step]
+        for block in plan.blocks:
+            known = numbered.get(id(block))
+            if known is None:
+                known = numbered[id(block)] = (block, self._numbers.setdefault(block, len(self._numbers)))
+            result.append(known[1])
+        return tuple(result)
+
+    def evaluate(self, plan: Plan, most: float | None = None) -> Outcome | None:
+        """The simulator's outcome, or None when the budget is spent, or where the plan does not fit in `most` seconds.
+
+        Plans seen before are free.
+        """
+        key = self._key(plan)
         found = self._seen.get(key)
-        if found is None:
-            if self.left <= 0:
-                return None
-            self.left -= 1
-            found = self.simulator.run(plan)
+        if found is not None:
+            return found
+        if self.left <= 0 or (most is not None and most <= self._worse.get(key, 0.0)):
+            return None
+        before = self.simulator.visits
+        found = self.simulator.run(plan) if most is None else self.simulator.better(plan, most)
+        self.left -= _SIMULATION + self.simulator.visits - before
+        if found is not None:
             self._seen[key] = found
+        elif most is not None:
+            self._worse[key] = most
         return found
 
     def improve(self, plan: Plan, good: float = 0.0, share: int | None = None) -> tuple[Plan, Outcome]:
         """Repeat all moves until none helps, the budget is spent, or a fitting plan takes at most `good` seconds.
 
-        `share`: simulations of the budget that may be used here (None: all that are left).
+        `share`: visits of the budget that may be used here (None: all that are left).
         """
         spare = 0 if share is None else max(0, self.left - share)
         self.left -= spare
@@ -119,23 +152,84 @@ class Search:
                 stuck = 0
         return plan, outcome
 
+    def explore(self, plan: Plan, good: float = 0.0) -> tuple[Plan, Outcome]:
+        """`improve`, then a walk of random changes that may be a little worse, and `improve` again where it ended well.
+
+        The random numbers are the same every time.
+        """
+        best = self.improve(plan, good)
+        dice = random.Random(plan.block_count)
+        rounds = 0
+        while self.left > _LEAST_WALK and best[1].fits and best[1].step_seconds > good and rounds < _MOST_WALKS:
+            rounds += 1
+            walked = self._walk(best, dice, max(self.left // 2, _LEAST_WALK), good)
+            if better(walked[1], best[1]):
+                best = self.improve(walked[0], good, self.left // 2)
+        return best
+
+    def _walk(self, start: tuple[Plan, Outcome], dice: random.Random, share: int, good: float) -> tuple[Plan, Outcome]:
+        """The best plan met on a walk that at first accepts steps a little longer, at last only shorter ones."""
+        best = current = start
+        end = self.left - share
+        tried = 0
+        while self.left > end and best[1].step_seconds > good and tried < share:
+            tried += 1
+            slack = _SLACK * (self.left - end) / share
+            candidate = self._shaken(current[0], dice)
+            most = current[1].step_seconds * (1 + slack)
+            self.left -= _COUNTING
+            if candidate.blocks == current[0].blocks or self._hopeless_at(candidate, 0.0, most):
+                continue
+            outcome = self.evaluate(candidate, most)
+            if outcome is None or not outcome.fits or outcome.step_seconds > most:
+                continue
+            current = (candidate, outcome)
+            if better(outcome, best[1]):
+                best = current
+        return best
+
+    def _shaken(self, plan: Plan, dice: random.Random) -> Plan:
+        """`plan` with a few changes of some blocks, or exchanges between two."""
+        order = self.simulator.instance.order
+        for _ in range(dice.randint(1, _SHAKES)):
+            if dice.random() < 0.5:
+                part = dice.choice(self._parts())
+                block = dice.randrange(plan.block_count)
+                own = part(plan, block)
+                others = [i for i in range(len(order)) if order[i] == order[block] and part(plan, i) != own]
+                if others:
+                    plan = self._exchanged(plan, block, dice.choice(others), part)
+                continue
+            moves = list(self.space.pairs(plan, (*self.freedom.aspects, *self.freedom.leads)))
+            if moves:
+                name, aspect, source, target = dice.choice(moves)
+                holders = self.space.holders(plan, name, aspect)[source]
+                size = dice.randint(1, max(1, len(holders) // 8))
+                plan = self.space.moved(plan, sorted(dice.sample(holders, size)), aspect, target)
+        return plan
+
     # ---- moves
 
     def _hopeless(self, candidate: Plan, outcome: Outcome) -> bool:
+        most = outcome.step_seconds * (1 - _LEAST_GAIN) if outcome.fits else float("inf")
+        return self._hopeless_at(candidate, outcome.excess, most)
+
+    def _hopeless_at(self, candidate: Plan, excess: float, seconds: float) -> bool:
+        """Whether counts prove that the candidate exceeds the caps by more, or takes that long."""
         model = self.model(candidate.optimizer_step)
         try:
             counts = model.counts(candidate)
         except KeyError:
             return False  # it uses a tier that is absent: the simulator will say by how much it does not fit
-        least = model.least_excess(counts)
-        if least > outcome.excess:
+        if model.least_excess(counts) > excess:
             return True
-        return outcome.fits and model.least_seconds(counts) >= outcome.step_seconds * (1 - _LEAST_GAIN)
+        return seconds < float("inf") and model.least_seconds(counts) >= seconds
 
     def _try(self, candidate: Plan, outcome: Outcome) -> Outcome | None:
+        self.left -= _COUNTING
         if self._hopeless(candidate, outcome):
             return None
-        result = self.evaluate(candidate)
+        result = self.evaluate(candidate, outcome.step_seconds if outcome.fits else None)
         return result if result is not None and better(result, outcome) else None
 
     def _whole_plan(self, plan: Plan, outcome: Outcome) -> tuple[Plan, Outcome] | None:
@@ -392,19 +486,3 @@ _FIELDS: Final[dict[Callable[[Plan, int], tuple[Any, ...]], tuple[str, ...]]] = 
 
 def _with_step(plan: Plan, mode: StepMode) -> Plan:
     return replace(plan, optimizer_step=mode)
-
-
-def with_lead(plan: Plan, field: str, lead: int) -> Plan:
-    """`plan` with `field` ("parameter_lead" or "activation_lead") of all blocks set to `lead`."""
-    return replace(plan, blocks=tuple(replace(block, **{field: lead}) for block in plan.blocks))  # type: ignore[arg-type]
-
-
-def activations_of(block: BlockPlan, other: BlockPlan) -> BlockPlan:
-    """`block` with the activation decisions of `other`."""
-    return replace(
-        block,
-        choice=other.choice,
-        boundary=other.boundary,
-        saved_tier=other.saved_tier,
-        activation_lead=other.activation_lead,
-    )

@@ -50,11 +50,12 @@ repeats; the rest are exact copies. Cost: two micro-steps where no transfer is l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 from lazytrain_ds.planning.costs import Costs
 from lazytrain_ds.planning.instance import Instance
 from lazytrain_ds.planning.plan import ChannelBytes, PhasePeak, Plan, Prediction
-from lazytrain_ds.planning.playback import STALL_CHANNELS, Playback, Recorder
+from lazytrain_ds.planning.playback import STALL_CHANNELS, ExceededError, Limits, Playback, Recorder
 from lazytrain_ds.planning.program import Executor, Program
 from lazytrain_ds.planning.schema import CHANNELS, PHASES, TIERS, TierName
 from lazytrain_ds.planning.timeline import MemorySample, Stall, Task, Timeline
@@ -83,12 +84,16 @@ class Outcome:
 
 
 class Simulator:
-    """Simulates plans of one instance; keeps its lookup tables between plans. Not thread-safe."""
+    """Simulates plans of one instance; keeps its lookup tables between plans. Not thread-safe.
+
+    `visits`: how much `run` and `better` had to play, in visits of a block; laying out a plan counts two a block.
+    """
 
     def __init__(self, instance: Instance, executor: Executor = "lazytrain") -> None:
         self.instance = instance
         self.executor: Executor = executor
         self.runs = 0
+        self.visits = 0
         self._costs: dict[int, Costs] = {}
         self._phases = [(instance.phase(name), name) for name in PHASES]
 
@@ -103,6 +108,36 @@ class Simulator:
         self.runs += 1
         program = Program(self.costs(plan.micro_batch), plan, self.executor)
         playback = Playback(program)
+        outcome = self._outcome(program, playback)
+        self.visits += 2 * program.block_count + playback.visited
+        return outcome
+
+    def better(self, plan: Plan, bar_seconds: float) -> Outcome | None:
+        """Like `run`, but None as soon as it shows that the plan does not fit or takes more than `bar_seconds`."""
+        self.runs += 1
+        program = Program(self.costs(plan.micro_batch), plan, self.executor)
+        self.visits += 2 * program.block_count
+        caps, step = program.costs.caps, self.instance.phase("step")
+        for extra, _ in self._phases:
+            if program.host_static + extra.host_bytes > caps["host"]:
+                return None
+            if program.nvme_static + extra.nvme_bytes > caps["nvme"]:
+                return None
+            if program.device_static + extra.device_bytes > caps["device"]:
+                return None
+        most = caps["device"] - step.device_bytes
+        # While a visit runs, and whatever is still leaving.
+        if program.device_static + max(map(add, program.device_base, program.start_extra)) > most:
+            return None
+        playback = Playback(program, Limits(bar_seconds, most, caps["host"] - step.host_bytes))
+        try:
+            outcome = self._outcome(program, playback)
+        except ExceededError:
+            outcome = None
+        self.visits += playback.visited
+        return outcome if outcome is not None and outcome.fits and outcome.step_seconds <= bar_seconds else None
+
+    def _outcome(self, program: Program, playback: Playback) -> Outcome:
         played, repeats, _ = playback.play()
         step_seconds = 0.0
         stalls = dict.fromkeys(STALL_CHANNELS, 0.0)

@@ -34,3 +34,19 @@ def test_every_plan_trains_it_to_the_same_bits(name: str, tmp_path: Path) -> Non
     run_plain(make, config(None), calls).assert_close(kept)
     if name not in NOT_LIKE_STOCK:
         seeded(make, config(None), calls).assert_close(kept)
+
+
+def test_blocks_that_a_glob_names_are_the_blocks() -> None:
+    """Of two stages the first one becomes part of what comes before: other blocks, the same bits."""
+    seen: list[Any] = []
+
+    def look(engine: Any) -> None:
+        seen.append([block.name for block in engine._lt_setup.resolved.table if block.kind == "block"])
+
+    found, named = (
+        run(ZOO["Nested"], config({**rule_block("megatrain"), **block}), features(STEPS), check=look)
+        for block in ({}, {"blocks": "blocks.1.*"})
+    )
+    assert seen == [["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"], ["blocks.1.0", "blocks.1.1"]]
+    named.gradients = found.gradients = []  # one per sub-group, and so per block
+    named.assert_identical(found)

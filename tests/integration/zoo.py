@@ -53,6 +53,31 @@ class Stack(nn.Module):
         return self.head(self.run_blocks(self.entry(x))).square().mean()
 
 
+class NoBlocks(nn.Module):
+    """Nothing is repeated: the whole model is one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.mixed, self.head = nn.Linear(WIDTH, WIDTH), Mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mixed(self.entry(x))).square().mean()
+
+
+class Nested(Stack):
+    """Lists in a list, as in models of several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(Mlp() for _ in range(2)) for _ in range(2))
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.blocks:
+            for block in stage:
+                x = block(x)
+        return x
+
+
 class KeywordBlock(Mlp):
     """Everything by keyword, and a tuple with None and a dictionary back."""
 
@@ -352,10 +377,10 @@ class Lora(Stack):
             parameter.requires_grad_(False)
 
 
-ZOO: dict[str, type[Stack]] = {
+ZOO: dict[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
-        Stack, Keywords, SharedInside, SharedLayers, OtherOrder, Skips, Experts, Containers, Tied, LayerDrop, Odd,
-        Scalars, Dataclasses, Caches, CustomFunction, Buffers, FrozenNorms, FrozenNormsReentrant, Lora,
+        Stack, NoBlocks, Nested, Keywords, SharedInside, SharedLayers, OtherOrder, Skips, Experts, Containers, Tied,
+        LayerDrop, Odd, Scalars, Dataclasses, Caches, CustomFunction, Buffers, FrozenNorms, FrozenNormsReentrant, Lora,
     )
 }  # fmt: skip

@@ -60,6 +60,22 @@ def test_no_plan_needs_more_than_what_counts_as_useful(seed):
         assert max(need.values()) <= useful[tier] < 10**18
 
 
+@settings(few, max_examples=200)
+@given(seeds)
+def test_a_simulation_ends_early_only_where_the_plan_cannot_win(seed):
+    instance = random_instance(seed)
+    plan = random_plan(instance, random.Random(seed))
+    simulator = Simulator(instance)
+    outcome = simulator.run(plan)
+    played = simulator.visits
+    assert simulator.better(plan, outcome.step_seconds * 0.999) is None
+    assert simulator.visits - played <= played
+    found = simulator.better(plan, outcome.step_seconds * (1 + 1e-9))
+    assert (found is not None) == outcome.fits
+    if found is not None:
+        assert (found.step_seconds, found.peaks) == (outcome.step_seconds, outcome.peaks)
+
+
 @few
 @given(seeds)
 def test_timeline_and_fast_run_agree_on_any_plan(seed):

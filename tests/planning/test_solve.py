@@ -113,3 +113,12 @@ def test_a_named_solver_is_the_one_that_solves(name, relaxed, monkeypatch):
     relaxation = Relaxation(INSTANCE, Simulator(INSTANCE).costs(INSTANCE.micro_batches[0]), "hidden")
     assert CountModel(relaxation, relaxed=relaxed).solve(solver=name).counts is not None
     assert used == [SOLVERS[name]]
+
+
+def test_fractions_are_rounded_to_as_many_blocks_as_there_are():
+    relaxation = Relaxation(INSTANCE, Simulator(INSTANCE).costs(INSTANCE.micro_batches[0]), "hidden")
+    counts = CountModel(relaxation, relaxed=True).solve().counts
+    for g, group in enumerate(relaxation.groups):
+        for kind in ("activation", "parameter", "optimizer"):
+            taken = [count for key, count in counts.items() if (key.group, key.kind) == (g, kind)]
+            assert sum(taken) == group.size and all(count == int(count) for count in taken)
