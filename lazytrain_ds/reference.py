@@ -90,7 +90,11 @@ KEYS: Final[dict[str, KeyHelp]] = {
         "seconds above 0", "worth of searching; turned into counts, so that equal input gives an equal plan", "3"
     ),
     "planner.gap": KeyHelp("a number from 0", "relative distance to the lower bound at which to stop", "0.01"),
-    "plan_file": KeyHelp("a path", "a plan (JSON, validated, never executed) to carry out instead of solving", "solve"),
+    "plan_file": KeyHelp(
+        "a path",
+        "a plan (JSON, validated, never executed; what a run left in `report_dir`, or an answer of `lazytrain plan --json`) to carry out instead of solving",
+        "solve",
+    ),
     "policy": KeyHelp(
         '`"module:Class"`', "your own policy (Python code, imported and run) instead of the plan's", "ours"
     ),
