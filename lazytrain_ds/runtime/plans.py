@@ -119,6 +119,7 @@ class PlanBook:
             precisions=self._precisions(optimizer),
             step_devices=("host", "device") if own and on_cpu and self.world_size == 1 else ("host",),
             quantizable=self._quantizable(optimizer),
+            choices=self._choices_of_plan_file(),
         )
         with generators_untouched(self.device.torch_device):
             profile = profile_model(model, table, sizes, length, dtype=dtype, device=self.device.torch_device.type)
@@ -243,6 +244,12 @@ class PlanBook:
         if isinstance(message[0], Exception):
             raise message[0]
         return Plan.from_json(message[0])
+
+    def _choices_of_plan_file(self) -> tuple[str, ...]:
+        """Activation choices of the user's plan: what is measured today may leave others on the menus."""
+        if self.config.plan_file == "auto":
+            return ()
+        return tuple(sorted({block.choice for block in plan_from_file(self.config.plan_file).blocks}))
 
     def _choose_here(self, instance: Instance, placement: Plan | None) -> Plan:
         if self.config.plan_file != "auto":

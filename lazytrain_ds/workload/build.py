@@ -41,7 +41,8 @@ class Training:
     `accumulation_dtype`: gradients in host memory. `precisions`: state precisions the user allows; `step_devices`:
     where the optimizer may run (numerics: more than one only where the results are equal or the user wrote "auto").
     `quantizable`: whether a parameter (name, parameter) may have 8-bit states. `margins`: bytes per tier a plan
-    leaves free.
+    leaves free. `choices`: names that blocks' activation menus must have where the blocks have the operators: those of
+    a plan that was made with other times.
     """
 
     global_batch: int
@@ -58,6 +59,7 @@ class Training:
     fixed_host_bytes: int = 0
     phases: tuple[PhaseBytes, ...] | None = None
     gathers_on_save: bool = False
+    choices: tuple[str, ...] = ()
 
 
 def build_instance(
@@ -251,7 +253,7 @@ class _Builder:
         menu: tuple[ActivationChoice, ...]
         boundary_bytes = trace.boundary_bytes
         if block.kind == "block":
-            menu = activation_menu(trace, seconds, droppable=chained)
+            menu = activation_menu(trace, seconds, droppable=chained, also=self.training.choices)
         else:  # no single forward that could be run again, or whose inputs and saved tensors could be moved
             (keep, *_) = activation_menu(trace, seconds, droppable=False)
             if keep.needs_input:

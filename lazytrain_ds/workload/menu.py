@@ -10,7 +10,9 @@ an operator or none.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from lazytrain_ds.planning.instance import ActivationChoice
 from lazytrain_ds.workload.operators import Operator
@@ -23,12 +25,17 @@ MINIMUM_OFFLOAD_BYTES = 1 << 16
 LARGEST_MENU = 8
 
 
-def activation_menu(trace: BlockTrace, seconds: Seconds, *, droppable: bool) -> tuple[ActivationChoice, ...]:
+def activation_menu(
+    trace: BlockTrace, seconds: Seconds, *, droppable: bool, also: Iterable[str] = ()
+) -> tuple[ActivationChoice, ...]:
     """From "keep everything" over selective choices to "keep the boundary only"; at most `LARGEST_MENU` entries.
 
     `seconds` times a list of operators. `droppable`: whether the block's input may be re-made by the block before
     it; where not, the last choice keeps just as little but is of kind `selective` without operators, which
     excludes it from segments. No entry is both larger and slower than another.
+
+    `also`: names of further entries, of a plan made with other times; those that the block has the operators for are
+    added, whatever they take.
     """
     keep = ActivationChoice(
         name="keep",
@@ -48,7 +55,21 @@ def activation_menu(trace: BlockTrace, seconds: Seconds, *, droppable: bool) -> 
         recompute_flops=last.recompute_flops,
     )
     candidates = [_choice(trace, seconds, names) for names in _candidate_sets(trace, seconds)]
-    return (keep, *_efficient(candidates, keep, last), last)
+    chosen = _efficient(candidates, keep, last)
+    named = {choice.name: choice for choice in (_named(trace, seconds, name) for name in also) if choice is not None}
+    added = [choice for name, choice in named.items() if name not in {each.name for each in (keep, *chosen, last)}]
+    return (keep, *sorted((*chosen, *added), key=lambda choice: -choice.kept_bytes), last)
+
+
+def _named(trace: BlockTrace, seconds: Seconds, name: str) -> ActivationChoice | None:
+    """The selective choice that is called so; None where the block runs no such operators."""
+    rerun = trace.forward[: trace.rerun_operators]
+    operators = sorted({operator.name for operator in rerun if operator.keepable})
+    wanted = [[operator for operator in operators if _short(operator) == part] for part in name.split("+")]
+    if not all(wanted):
+        return None
+    choice = _choice(trace, seconds, tuple(dict.fromkeys(itertools.chain(*wanted))))
+    return replace(choice, name=name) if choice.kept_bytes else None
 
 
 def offloadable(sizes: Iterable[int]) -> int:

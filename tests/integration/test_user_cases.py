@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.integration.training import (
     gpt,
     llama,
     loss_of,
+    plan_block,
     rule_block,
     run,
     tokens,
@@ -393,6 +395,35 @@ def test_plan_and_instance_are_left_in_the_report_directory_and_can_be_given_bac
     assert os.stat(directory).st_mode & 0o777 == 0o700
     again = run(Stack, config({"plan_file": str(directory / "plan.json")}), features(2))
     again.assert_identical(first)
+
+
+def test_a_plan_file_runs_where_todays_times_would_leave_other_choices_on_the_menus(tmp_path, monkeypatch):
+    from lazytrain_ds.workload import menu
+
+    seen: list[Any] = []
+    with engine_of(gpt(), config(rule_block("keep_all"))) as engine:
+        loss_of(engine(**tokens(1)[0]))
+        seen += (engine.lazytrain_plan, engine.lazytrain_instance)
+    plan, instance = seen
+    names = [choice.name for choice in instance.costs(2, plan.micro_batch).menu]
+    assert len(names) > 2
+    blocks = [
+        replace(block, choice=names[1 + index % (len(names) - 1)], saved_tier="device", boundary="device")
+        if 0 < index < plan.block_count - 1
+        else block
+        for index, block in enumerate(plan.blocks)
+    ]
+    settings = config(plan_block(replace(plan, blocks=tuple(blocks)), tmp_path))
+    monkeypatch.setattr(menu, "_efficient", lambda candidates, keep, last: ())
+    torch.manual_seed(0)
+    with engine_of(gpt(), settings) as engine:
+        torch.manual_seed(7)
+        again = train(engine, tokens(2))
+        assert [block.choice for block in engine.lazytrain_plan.blocks] == [block.choice for block in blocks]
+    torch.manual_seed(0)
+    with engine_of(gpt(), config(rule_block("keep_all"))) as engine:
+        torch.manual_seed(7)
+        again.assert_identical(train(engine, tokens(2)))
 
 
 def test_a_plan_file_that_is_not_there_or_of_another_model_is_refused(tmp_path):

@@ -148,3 +148,25 @@ def test_small_storages_are_not_offloadable():
     keep = menu_of(trace)[0]
     assert keep.offloadable_bytes == sum(size for size in trace.kept if size >= 65536)
     assert 0 < keep.offloadable_bytes < keep.kept_bytes
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, qwen2])
+def test_choices_of_another_machines_plan_are_added_by_name(make):
+    """What is worth an entry depends on times; what an entry keeps does not."""
+    model = make()
+    model = model.train()
+    trace = trace_with_inputs(model, find_blocks(model), (), call(2, 64)).blocks[1]
+    known = {choice.name: choice for choice in menu_of(trace) if choice.ops}
+    few = activation_menu(trace, lambda operators: 0.0, droppable=True)
+    assert len(known) >= 2 and not known.keys() & {choice.name for choice in few}
+    many = activation_menu(trace, lambda operators: 0.0, droppable=True, also=["keep", "no such", *known])
+    for name, choice in known.items():
+        (same,) = [each for each in many if each.name == name]
+        assert (same.ops, same.kept_bytes, same.recompute_flops) == (
+            choice.ops,
+            choice.kept_bytes,
+            choice.recompute_flops,
+        )
+    assert [choice.name for choice in many if choice.name not in known] == [choice.name for choice in few]
+    sizes = [choice.kept_bytes for choice in many]
+    assert sizes == sorted(sizes, reverse=True)
