@@ -210,8 +210,10 @@ class _Starts:
             for lead in best[: _LEADS_OF_ENDS if thorough and rate == 1.0 else _TRIED_AGAIN]:
                 if not self._reached(good):
                     self._with_lead(lead, rate, "ends")
-        if thorough and not self._reached(good):
-            self._with_lead(longest, 1.0, "all")
+        for rate in (rates[0], rates[-1]) if thorough else ():
+            for lead in best[:_TRIED_AGAIN]:
+                if not self._reached(good):
+                    self._with_lead(lead, rate, "all")
         self.pool.sort(key=_merit)
         return self.pool
 
