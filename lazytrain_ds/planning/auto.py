@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from lazytrain_ds.planning.arrange import ORDERS, Order, arrange
 from lazytrain_ds.planning.counts import Key
@@ -112,7 +112,7 @@ def plan_auto(
         if found.outcome.fits and candidate.bound_seconds >= found.outcome.step_seconds * (1 - gap / 2):
             continue
         limit = found.outcome.step_seconds if found.outcome.fits else float("inf")
-        starts = _Starts(candidate, placement or base, search, solver, limit).collect(good)
+        starts = _Starts(candidate, placement or base, search, solver, limit).collect(good, thorough=rank == 0)
         chosen = _different([*starts, *own[:1]])
         for plan, outcome in _improvements(search, chosen, good):
             found.offer(plan, outcome, "count model, arranged and improved")
@@ -164,12 +164,15 @@ def _resized(instance: Instance, plan: Plan, micro_batch: int) -> Plan:
 
 # Prefetch leads, and shares of the channels' rates that the model may count on: it knows volumes, not moments.
 _LEADS: Final = (4, 2, 1, 0)
-_RATES: Final = (1.0, 0.92, 0.85, 0.75)
-# Leads that are tried again at a lower rate, and with whole counts.
+_RATES: Final = (1.0, 0.92, 0.85)
+# Leads that are tried again at a lower rate.
 _TRIED_AGAIN: Final = 2
-_WHOLE: Final = 2
+# Leads for which the ends are planned in whole numbers.
+_LEADS_OF_ENDS: Final = 3
 # Starts that are improved.
-_IMPROVED: Final = 3
+_IMPROVED: Final = 4
+# Which decisions a start's model takes in whole numbers: those of single blocks at the ends, or all.
+Whole = Literal["none", "ends", "all"]
 
 
 class _Starts:
@@ -185,12 +188,13 @@ class _Starts:
         self._relaxations: dict[int, Relaxation] = {}
         self._tried: set[tuple[int, tuple[tuple[Key, float], ...]]] = set()
 
-    def collect(self, good: float) -> list[tuple[Plan, Outcome]]:
+    def collect(self, good: float, *, thorough: bool) -> list[tuple[Plan, Outcome]]:
         """The best first: feasible ones by time, then by excess; stops at one that takes at most `good` seconds."""
+        rates = _RATES if thorough else _RATES[::2]
         longest = self._search.simulator.instance.allowed.longest_lead
         leads = list(dict.fromkeys(min(lead, longest) for lead in _LEADS))
         done: list[tuple[int, float, int]] = []
-        for rate in _RATES:
+        for rate in rates:
             for lead in leads:
                 self._note(done, lead, self._with_lead(lead, rate))
                 if self._reached(good):
@@ -200,10 +204,16 @@ class _Starts:
             leads = list(dict.fromkeys([*leads[:1], *best]))[:_TRIED_AGAIN]
             if self._reached(good):
                 break
-        # Whole counts are no better on average, but where they are it is by much.
-        for lead in list(dict.fromkeys([longest, *(lead for *_, lead in sorted(done))]))[:_WHOLE]:
-            if not self._reached(good):
-                self._note(done, lead, self._with_lead(lead, 1.0, relaxed=False))
+        # Half an embedding in the model is a whole one too much in a plan: the ends in whole numbers, then all.
+        best = list(dict.fromkeys([longest, *(lead for *_, lead in sorted(done))]))
+        for rate in rates:
+            for lead in best[: _LEADS_OF_ENDS if thorough and rate == 1.0 else _TRIED_AGAIN]:
+                if not self._reached(good):
+                    self._with_lead(lead, rate, "ends")
+        for rate in (rates[0], rates[-1]) if thorough else ():
+            for lead in best[:_TRIED_AGAIN]:
+                if not self._reached(good):
+                    self._with_lead(lead, rate, "all")
         self.pool.sort(key=_merit)
         return self.pool
 
@@ -225,11 +235,12 @@ class _Starts:
             self._relaxations[lead] = relaxation
         return self._relaxations[lead]
 
-    def _with_lead(self, lead: int, rate: float, *, relaxed: bool = True) -> Outcome | None:
+    def _with_lead(self, lead: int, rate: float, whole: Whole = "none") -> Outcome | None:
         """Solve for this lead and arrange, holding back memory until a plan fits; the best outcome."""
-        model = CountModel(self._with_longest(lead), derate=rate, relaxed=relaxed)
+        model = CountModel(self._with_longest(lead), derate=rate, relaxed=whole != "all", whole_ends=whole == "ends")
         reserve: dict[TierName, float] = {"device": 0.0, "host": 0.0, "nvme": 0.0}
         base = with_lead(with_lead(self._base, "parameter_lead", lead), "activation_lead", lead)
+        base = replace(base, origin=f"lead {lead}, {whole} whole")
         orders = ORDERS
         short: tuple[tuple[TierName, int, int], ...] = ()
         found: list[Outcome] = []
@@ -276,18 +287,14 @@ class _Starts:
 
 
 def _different(pool: list[tuple[Plan, Outcome]]) -> list[tuple[Plan, Outcome]]:
-    """The best start of each prefetch lead; without one that fits, the one that exceeds least."""
+    """The best start of each kind; without one that fits, the one that exceeds least."""
     result: list[tuple[Plan, Outcome]] = []
     for plan, outcome in sorted(pool, key=_merit):
         if result and (len(result) == _IMPROVED or not outcome.fits):
             break
-        if all(_lead(other) != _lead(plan) for other, _ in result):
+        if all(other.origin != plan.origin for other, _ in result):
             result.append((plan, outcome))
     return result
-
-
-def _lead(plan: Plan) -> int:
-    return plan.blocks[0].parameter_lead
 
 
 def _merit(item: tuple[Plan, Outcome]) -> tuple[int, float]:

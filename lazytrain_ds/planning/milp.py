@@ -53,18 +53,26 @@ class CountSolution:
 
 
 class CountModel:
-    """The program for one Relaxation; `relaxed` drops integrality, `elastic` tiers may be exceeded: then the
+    """The program for one Relaxation; `relaxed` drops integrality (with `whole_ends` only that of groups of several
+    blocks: what a half embedding leaves on the device is no guide), `elastic` tiers may be exceeded: then the
     missing bytes are minimized, not time.
 
     `derate` below 1 pretends slower channels: plans with slack for what averages hide (no bound then).
     """
 
     def __init__(
-        self, relaxation: Relaxation, *, relaxed: bool = False, elastic: tuple[TierName, ...] = (), derate: float = 1.0
+        self,
+        relaxation: Relaxation,
+        *,
+        relaxed: bool = False,
+        whole_ends: bool = False,
+        elastic: tuple[TierName, ...] = (),
+        derate: float = 1.0,
     ) -> None:
         self.relaxation = relaxation
         self.derate = derate
         self.relaxed = relaxed
+        self._whole_ends = whole_ends
         self.elastic = elastic
         self.model = mathopt.Model(name="counts")
         self.variables: dict[Key, mathopt.Variable] = {}
@@ -138,7 +146,8 @@ class CountModel:
                     if fixed is not None and kind != "activation":
                         low = high = fixed.get(key, 0.0)
                     name = f"{kind}_{g}_{key.option}"
-                    self.variables[key] = model.add_variable(lb=low, ub=high, is_integer=not self.relaxed, name=name)
+                    whole = not self.relaxed or (self._whole_ends and group.size == 1)
+                    self.variables[key] = model.add_variable(lb=low, ub=high, is_integer=whole, name=name)
                 model.add_linear_constraint(mathopt.fast_sum(self.variables[key] for key in keys) == group.size)
             self._overlaps(g)
         self._refetches()
@@ -408,13 +417,15 @@ class CountModel:
     ) -> mathopt.SolveResult:
         """MathOpt's answer; where a solver fails inside (HiGHS sometimes does on hardly feasible models), another's."""
         if solver == "auto":  # by benchmarks/planner_solvers.py
-            names: tuple[str, ...] = ("highs", "scip") if self.relaxed else ("scip", "highs")
+            continuous = self.relaxed and not self._whole_ends
+            names: tuple[str, ...] = ("highs", "scip") if continuous else ("scip", "highs")
         else:
             names = (solver, "scip") if solver == "highs" else (solver,)
         failure: Exception | None = None
         for name in names:
             # HiGHS refuses these parameters.
-            effort = mathopt.Emphasis.LOW if name == "scip" and not self.relaxed else None
+            whole = not self.relaxed or self._whole_ends
+            effort = mathopt.Emphasis.LOW if name == "scip" and whole else None
             parameters.cuts = parameters.heuristics = effort
             try:
                 return mathopt.solve(self.model, solver_type(name), params=parameters, model_params=model_parameters)
